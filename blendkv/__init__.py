@@ -1,0 +1,86 @@
+"""blendkv: key/value caches of RAG chunks, computed once and blended into the next prompt of a transformers model."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from blendkv._version import __version__
+
+if TYPE_CHECKING:
+    from blendkv.cache import BlendedCache
+    from blendkv.chunk import ChunkCache, MissingChunk, chunk_key, model_fingerprint
+    from blendkv.errors import (
+        BlendError,
+        CacheStateError,
+        ChunkMissError,
+        NotAttachedError,
+        UnsupportedModelError,
+    )
+    from blendkv.hooks import attach, detach
+    from blendkv.library import BlendedInputs, ChunkLibrary
+    from blendkv.models import load_model
+    from blendkv.prefilling import prefill
+    from blendkv.report import BlendReport
+    from blendkv.selectors import HKVD, Boundary, Random, Selector
+    from blendkv.stores import Pool
+
+_HOMES = {
+    "blendkv.cache": ("BlendedCache",),
+    "blendkv.chunk": ("ChunkCache", "MissingChunk", "chunk_key", "model_fingerprint"),
+    "blendkv.errors": (
+        "BlendError",
+        "CacheStateError",
+        "ChunkMissError",
+        "NotAttachedError",
+        "UnsupportedModelError",
+    ),
+    "blendkv.hooks": ("attach", "detach"),
+    "blendkv.library": ("BlendedInputs", "ChunkLibrary"),
+    "blendkv.models": ("load_model",),
+    "blendkv.prefilling": ("prefill",),
+    "blendkv.report": ("BlendReport",),
+    "blendkv.selectors": ("HKVD", "Boundary", "Random", "Selector"),
+    "blendkv.stores": ("Pool",),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "HKVD",
+    "BlendError",
+    "BlendReport",
+    "BlendedCache",
+    "BlendedInputs",
+    "Boundary",
+    "CacheStateError",
+    "ChunkCache",
+    "ChunkLibrary",
+    "ChunkMissError",
+    "MissingChunk",
+    "NotAttachedError",
+    "Pool",
+    "Random",
+    "Selector",
+    "UnsupportedModelError",
+    "__version__",
+    "attach",
+    "chunk_key",
+    "detach",
+    "load_model",
+    "model_fingerprint",
+    "prefill",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first used, so that `import blendkv` needs no torch."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'blendkv' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted(__all__)

@@ -1,0 +1,124 @@
+"""The only file that knows which transformers version is installed.
+
+What moved between 5.4 and 5.24: the cache's keyword (`past_key_values` became `cache`) and the meaning of
+`Cache.crop` (a target length became a number of tokens to remove).
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+from packaging.version import Version
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
+
+TRANSFORMERS_VERSION = transformers.__version__
+CACHE_NAMES = ("cache", "past_key_values")
+
+CACHE_ARG = "cache" if Version(TRANSFORMERS_VERSION) >= Version("5.24") else "past_key_values"
+"""The keyword under which the installed transformers wants the cache in `generate` and `forward`."""
+
+_CROP_REMOVES = next(iter(list(inspect.signature(DynamicLayer.crop).parameters)[1:])) == "tokens_to_remove"
+
+
+def cache_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the cache among a forward's arguments, or None."""
+    for name in CACHE_NAMES:
+        if kwargs.get(name) is not None:
+            return kwargs[name]
+    return next((a for a in args if isinstance(a, Cache)), None)
+
+
+def cache_keyword(forward: Callable) -> str:
+    """The name under which `forward` takes its cache."""
+    parameters = inspect.signature(forward).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), CACHE_ARG)
+
+
+def bind_arguments(forward: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Positional and keyword arguments of a call, all by name (`**kwargs` of the signature flattened)."""
+    names = list(inspect.signature(forward).parameters)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def cached_states(cache: Any) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values `[B, H, T, D]` of every layer of a cache."""
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def crop_length(argument: int, length: int) -> int:
+    """The length that `Cache.crop(argument)` leaves of `length` tokens, on the installed transformers.
+
+    Raises:
+        ValueError: for a positive number of tokens to remove, which transformers >= 5.20 refuses too.
+    """
+    if not _CROP_REMOVES:
+        return max(0, length + argument) if argument < 0 else min(argument, length)
+    if argument > 0:
+        raise ValueError(f"crop({argument}): pass a negative number, the tokens to remove from the end of the cache.")
+    return max(0, length + argument)
+
+
+def crop_argument(length: int, target: int) -> int:
+    """What to pass to `Cache.crop` so that `target` of `length` tokens stay."""
+    return target - length if _CROP_REMOVES else target
+
+
+def register_attention(name: str, attention: Callable, mask: Callable) -> None:
+    """Registers one attention implementation in both registries.
+
+    A name that is missing from the second silently gets no mask (research: padded rows off by 5.8 logits).
+    """
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
+
+
+def attention_functions(name: str) -> tuple[Callable | None, Callable]:
+    """The (attention, mask) functions registered under `name`; eager attention lives in each modeling file (None)."""
+    return AttentionInterface().get(name), AttentionMaskInterface()[name]
+
+
+def eager_attention(module: nn.Module) -> Callable:
+    """The `eager_attention_forward` of the file that defines an attention module."""
+    function = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if function is None:
+        raise AttributeError(f"{type(module).__module__} has no eager_attention_forward")
+    return function
+
+
+def wrap_generation(model: PreTrainedModel, on_inputs: Callable, on_config: Callable) -> Callable[[], None]:
+    """Wraps two methods of one model instance and returns the function that unwraps them.
+
+    Args:
+        model: the instance whose `generate` will call the wrapped methods.
+        on_inputs: called as `on_inputs(input_ids, attention_mask, cache)` before `prepare_inputs_for_generation`,
+            the one place that sees the full ids.
+        on_config: called as `on_config(generation_config, cache)` before `_prepare_cache_for_generation`, where
+            transformers itself looks for options that contradict a user's cache.
+    """
+
+    def prepare_inputs_for_generation(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        on_inputs(input_ids, kwargs.get("attention_mask"), cache_in(args, kwargs))
+        return originals["prepare_inputs_for_generation"](self, input_ids, *args, **kwargs)
+
+    def _prepare_cache_for_generation(self: Any, generation_config: Any, model_kwargs: Any, *a: Any, **k: Any) -> Any:
+        on_config(generation_config, cache_in((), model_kwargs))
+        return originals["_prepare_cache_for_generation"](self, generation_config, model_kwargs, *a, **k)
+
+    wrappers = {f.__name__: f for f in (prepare_inputs_for_generation, _prepare_cache_for_generation)}
+    originals = {name: getattr(type(model), name) for name in wrappers if hasattr(type(model), name)}
+    for name in originals:
+        # A bound method, so that a deep copy of the model calls the copy.
+        setattr(model, name, types.MethodType(wrappers[name], model))
+
+    def unwrap() -> None:
+        for name in originals:
+            model.__dict__.pop(name, None)
+
+    return unwrap

@@ -1,0 +1,181 @@
+"""Attention of scattered rows: a few queries anywhere in the prompt, each against exactly the keys it may see.
+
+`attach` switches a model to the implementation `blendkv_<base>`, which is `<base>` for everything but the narrowed
+layers of a blend. There the mask is not a tensor but a `RowMask`: the model's own mask function (causal, sliding,
+chunked, padded) evaluated at (row, key) for the rows that are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from blendkv import _compat
+
+PREFIX = "blendkv_"
+BLOCK_QUERIES = {"cpu": 64, "cuda": 2048}
+"""Queries (rows x query heads per KV head) per block of the SDPA path; each block is given the keys up to its own last
+row only. Small blocks skip more keys, large ones need fewer launches."""
+MASK_BYTES = 256 * 2**20
+"""Most bytes of masks kept from layer to layer."""
+
+blending: ContextVar[bool] = ContextVar("blendkv_blending", default=False)
+"""True while a forward of this context fills a `BlendedCache`: masks are then made lazily."""
+
+
+@dataclass(eq=False)
+class LazyMask:
+    """The arguments of one call of a mask function, evaluated when it is known which rows are wanted.
+
+    Attributes:
+        make: the base implementation's mask function with its arguments bound.
+        mask_function: `(batch, head, query index, key index) -> bool tensor`, indices broadcast.
+        padding: `[B, T]` False at padding, or None.
+    """
+
+    make: Callable[[], Any]
+    mask_function: Callable[..., Tensor]
+    padding: Tensor | None
+    _dense: list = field(default_factory=list, repr=False)
+
+    def dense(self) -> Any:
+        """What the base implementation would have got for all rows (made once)."""
+        if not self._dense:
+            self._dense.append(self.make())
+        return self._dense[0]
+
+    def visible(self, rows: Tensor, keys: int) -> Tensor:
+        """`[B, 1, S, keys]`, True where `rows [B, S]` may see key indices below `keys`."""
+        device = rows.device
+        batch = torch.arange(rows.shape[0], device=device)[:, None, None, None]
+        head = torch.zeros(1, dtype=torch.long, device=device)[:, None, None, None]
+        key = torch.arange(keys, device=device)[None, None, None]
+        mask = self.mask_function(batch, head, rows[:, None, :, None], key)
+        if self.padding is not None:
+            mask = mask & self.padding[:, None, None, :keys].to(device)
+        return mask.expand(rows.shape[0], 1, rows.shape[1], keys)
+
+
+@dataclass(eq=False)
+class RowMask:
+    """The mask of a narrowed layer.
+
+    Attributes:
+        lazy: the layer's own mask.
+        rows: `[B, S]` prompt indices of the queries, ascending.
+        last: `[S]` on the host: the largest of each column of `rows`, so that no layer waits for the device.
+    """
+
+    lazy: LazyMask
+    rows: Tensor
+    last: np.ndarray
+    _blocks: dict = field(default_factory=dict, repr=False)
+    _bytes: int = 0
+
+    def blocks(self, like: Tensor, groups: int, length: int) -> Iterator[tuple[slice, int, Tensor]]:
+        """The queries in blocks, each with one past the last key it may see, and its additive mask.
+
+        Args:
+            like: a tensor of the layer's device and dtype.
+            groups: query heads per KV head; the mask is repeated for each.
+            length: number of keys.
+
+        Yields:
+            (rows, keys, mask `[B, 1, groups * rows, keys]`: 0 where visible, -inf where not). Layers that ask for the
+            same get the same tensor, while they fit in `MASK_BYTES`.
+        """
+        size = max(1, BLOCK_QUERIES.get(like.device.type, BLOCK_QUERIES["cuda"]) // groups)
+        for start in range(0, len(self.last), size):
+            part = slice(start, min(start + size, len(self.last)))
+            keys = min(length, -(-(int(self.last[part].max()) + 1) // 16) * 16)
+            name = (start, keys, groups, like.device, like.dtype)
+            mask = self._blocks.get(name)
+            if mask is None:
+                mask = self._additive(part, keys, groups, like)
+                if self._bytes + mask.nbytes <= MASK_BYTES:
+                    self._blocks[name] = mask
+                    self._bytes += mask.nbytes
+            yield part, keys, mask
+
+    def _additive(self, part: slice, keys: int, groups: int, like: Tensor) -> Tensor:
+        visible = self.lazy.visible(self.rows[:, part].to(like.device), keys)
+        mask = torch.zeros(visible.shape, dtype=like.dtype, device=like.device).masked_fill_(~visible, -torch.inf)
+        return mask.expand(-1, groups, -1, -1).reshape(mask.shape[0], 1, -1, keys)
+
+
+def scattered_sdpa(
+    query: Tensor, key: Tensor, value: Tensor, mask: RowMask, scaling: float | None, dropout: float = 0.0
+) -> Tensor:
+    """SDPA in blocks of sorted rows, query heads of one KV head folded into rows so that no key is copied.
+
+    (SDPA's own `enable_gqa` falls back to its slowest kernel with a mask on CUDA, and is no faster on the CPU.)
+
+    Args:
+        query: `[B, Q, S, D]` of the rows in `mask`.
+        key: `[B, H, T, D]`.
+        value: `[B, H, T, Dv]`.
+        mask: which keys each row sees.
+        scaling: of the logits.
+        dropout: probability, 0 outside training.
+
+    Returns:
+        `[B, S, Q, Dv]`.
+    """
+    b, q, s, d = query.shape
+    h, groups = key.shape[1], q // key.shape[1]
+    out = torch.empty(b, s, q, value.shape[-1], dtype=query.dtype, device=query.device)
+    for rows, keys, additive in mask.blocks(query, groups, key.shape[2]):
+        part = F.scaled_dot_product_attention(
+            query[:, :, rows].reshape(b, h, -1, d),
+            key[:, :, :keys],
+            value[:, :, :keys],
+            attn_mask=additive,
+            dropout_p=dropout,
+            scale=scaling,
+        )
+        out[:, rows] = part.view(b, q, rows.stop - rows.start, -1).transpose(1, 2)
+    return out
+
+
+def scattered_eager(base: Callable, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: RowMask, **kw):
+    """The base's own eager attention with an additive mask `[B, 1, S, T]`: the slow, obvious twin."""
+    visible = mask.lazy.visible(mask.rows.to(query.device), key.shape[2])
+    additive = torch.zeros(visible.shape, dtype=query.dtype, device=query.device)
+    additive = additive.masked_fill(~visible, torch.finfo(query.dtype).min)
+    return base(module, query, key, value, additive, **kw)
+
+
+def _attention(base_name: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kw: Any):
+    base = _compat.attention_functions(base_name)[0] or _compat.eager_attention(module)
+    if not isinstance(mask, RowMask):
+        return base(module, query, key, value, mask, **kw)
+    unusual = [n for n in ("softcap", "s_aux", "position_bias", "head_mask") if kw.get(n) is not None]
+    if base_name == "eager" or unusual:
+        eager = base if base_name == "eager" else _compat.eager_attention(module)
+        return scattered_eager(eager, module, query, key, value, mask, **kw)
+    return scattered_sdpa(query, key, value, mask, kw.get("scaling"), kw.get("dropout", 0.0)), None
+
+
+def _mask(base_name: str, **kw: Any) -> Any:
+    make = partial(_compat.attention_functions(base_name)[1], **kw)
+    if not blending.get():
+        return make()
+    padding = kw.get("attention_mask")
+    if padding is not None and bool(padding.all()):
+        padding = None
+    return LazyMask(make, kw["mask_function"], padding)
+
+
+def register(base_name: str) -> str:
+    """Registers `blendkv_<base_name>` with transformers and returns that name."""
+    name = PREFIX + base_name
+    _compat.register_attention(name, partial(_attention, base_name), partial(_mask, base_name))
+    return name

@@ -1,0 +1,355 @@
+"""One prompt being filled: which rows are computed in which layer, and where every key and value comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from blendkv import flops
+from blendkv.attention import LazyMask, RowMask, blending
+from blendkv.cache import BlendedCache, Chunk
+from blendkv.chunk import ChunkCache, MissingChunk
+from blendkv.errors import ChunkMissError
+from blendkv.prompt import Span, find_spans
+from blendkv.report import BlendReport, ChunkUse, LayerRows
+from blendkv.rope import Rotation
+from blendkv.selectors import Candidates
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a blend must know of a model; `attach` finds it out (`proof.find_rotations`).
+
+    Attributes:
+        fingerprint: `chunk.model_fingerprint`.
+        rotations: one a layer.
+        rotary: the model's rotary module, or None.
+        dtype: of keys and values.
+        shape: what a row costs in each layer, for the charged budget; None if the layers could not be counted.
+    """
+
+    fingerprint: str
+    rotations: tuple[Rotation, ...]
+    rotary: nn.Module | None
+    dtype: torch.dtype
+    shape: flops.ModelShape | None
+
+    def mismatch(self, chunk: ChunkCache) -> str | None:
+        """Why a chunk must not be used with this model, or None."""
+        if chunk.fingerprint != self.fingerprint:
+            return "fingerprint"
+        if any(t.dtype != self.dtype for t in (*chunk.keys, *chunk.values)):
+            return "dtype"
+        return None if len(chunk.keys) == len(self.rotations) else "layers"
+
+
+class Blend:
+    """The state of a `BlendedCache` during its first forward.
+
+    Args:
+        cache: the cache to fill.
+        facts: of the model.
+        input_ids: `[B, T]`.
+        positions: `[B, T]` position ids.
+        visible: `[B, T]` False at padding, or None.
+    """
+
+    def __init__(
+        self, cache: BlendedCache, facts: ModelFacts, input_ids: Tensor, positions: Tensor, visible: Tensor | None
+    ) -> None:
+        self.cache, self.facts, self.positions = cache, facts, positions
+        self.ids = input_ids
+        self.length = input_ids.shape[1]
+        self.report: BlendReport = cache.report
+        self.rows: Tensor | None = None
+        """`[B, S]` prompt indices computed in the current layer, ascending; None while that is all of them."""
+        self.rows_by_layer: list[Tensor | None] = []
+        self._angles: dict = {}
+        self._masks: dict = {}
+        self._last = np.empty(0, np.int64)
+        self._placed: set[int] = set()
+        self._probed: dict[int, int] = {}
+        self._open = ExitStack()
+        self._find(visible)
+
+    def begin(self) -> None:
+        """From here on masks are made lazily, and time counts."""
+        self._open.callback(blending.reset, blending.set(True))
+        self._open.enter_context(self.report.clock.stage("forward", self.ids.device))
+
+    def end(self) -> None:
+        """The forward is over, well or not."""
+        self._open.close()
+
+    # -- before the first layer -------------------------------------------------------------------------------------
+
+    def _find(self, visible: Tensor | None) -> None:
+        """Finds the chunks of every row and sorts the prompt's tokens by origin."""
+        ids = self.ids.cpu().numpy()
+        real = np.ones(ids.shape, bool) if visible is None else visible.cpu().numpy().astype(bool)
+        per_row = _expand(self.cache.chunks, len(ids))
+        last = self.length - min(self.cache.logits_to_keep, self.length)
+        self.spans: list[list[tuple[Span, ChunkCache]]] = []
+        self._fresh: list[np.ndarray] = []
+        self._missed_tokens = 0
+        for b, chunks in enumerate(per_row):
+            usable: list[tuple[Span, ChunkCache]] = []
+            found = dict.fromkeys(range(len(chunks)), 0)
+            owner = {_ids_of(c): i for i, c in reversed(list(enumerate(chunks)))}
+            reasons = [self._reason(chunk) for chunk in chunks]
+            for span in find_spans(np.where(real[b], ids[b], -1), [c.ids.numpy() for c in chunks]):
+                part, chunk = span.cut(last), chunks[span.chunk]
+                if part is None:
+                    continue
+                found[span.chunk] += part.length
+                if isinstance(chunk, MissingChunk) or reasons[span.chunk]:
+                    self._missed_tokens += part.length
+                else:
+                    usable.append((part, chunk))
+            self.spans.append(usable)
+            fresh = np.ones(self.length, bool)
+            for span, _ in usable:
+                fresh[span.start : span.stop] = False
+            self._fresh.append(fresh)
+            for i, chunk in enumerate(chunks):
+                seen = found[owner[_ids_of(chunk)]]
+                reason = reasons[i] or ("not in the prompt" if not seen else "" if seen >= len(chunk) else "partial")
+                use = ChunkUse(
+                    index=i,
+                    row=b,
+                    key=chunk.key if isinstance(chunk, ChunkCache) else "",
+                    tokens=len(chunk),
+                    found=found[i],
+                    hit=bool(seen) and not reasons[i],
+                    reason=reason,
+                )
+                self.report.chunks.append(use)
+                if self.cache.strict and not use.hit:
+                    raise ChunkMissError(f"chunk {i} of row {b} ({len(chunk)} tokens) cannot be used: {reason}")
+        self.report.tokens = int(real.sum())
+        self._chunk_total = sum(span.length for row in self.spans for span, _ in row)
+        self.report.chunk_bytes = sum(
+            chunk.nbytes // len(chunk) * span.length for row in self.spans for span, chunk in row
+        )
+
+    def _reason(self, chunk: Chunk) -> str:
+        return (self.facts.mismatch(chunk) or "") if isinstance(chunk, ChunkCache) else chunk.reason
+
+    # -- in front of each layer -------------------------------------------------------------------------------------
+
+    def wants_probe(self, layer_idx: int) -> bool:
+        """Whether this layer's fresh keys and values of the current rows are to be compared with stored ones."""
+        compares = self.cache.selector.needs == "deviation" and self.cache.schedule.get(layer_idx, 0.0) > 0
+        return compares and self._chunk_total > 0
+
+    def wants_selection(self, layer_idx: int) -> bool:
+        """Whether rows are dropped in front of this layer."""
+        return layer_idx in self.cache.schedule and self._chunk_total > 0
+
+    def select(self, layer_idx: int, keys: Tensor | None = None, values: Tensor | None = None) -> Tensor:
+        """Chooses the rows to compute from this layer on.
+
+        Args:
+            layer_idx: the layer about to run.
+            keys: `[B, H, S, D]` fresh keys of the current rows at this layer, or None.
+            values: `[B, H, S, Dv]` fresh values.
+
+        Returns:
+            `[B, S']` indices into the current rows, ascending.
+        """
+        ratio = self.cache.schedule[layer_idx]
+        deviation = None if keys is None or values is None else self._deviation(layer_idx, keys, values)
+        device = keys.device if keys is not None else self.ids.device
+        current = self.rows.cpu().numpy() if self.rows is not None else None
+        kept = []
+        for b in range(len(self.spans)):
+            row = np.arange(self.length) if current is None else current[b]
+            row, at = np.unique(row, return_index=True)  # without the padding of ragged batches
+            candidate = ~self._fresh[b][row]
+            budget = min(round(ratio * int((~self._fresh[b]).sum())), int(candidate.sum()))
+            chosen = np.zeros(len(row), bool)
+            if budget:
+                view = self._candidates(b, row[candidate], at[candidate], deviation, device)
+                order = torch.sort(self.cache.selector.score(view), descending=True, stable=True).indices
+                chosen[np.flatnonzero(candidate)[order[:budget].cpu().numpy()]] = True
+            kept.append((row[chosen | ~candidate], at[chosen | ~candidate]))
+        width = max(1, max(len(row) for row, _ in kept))
+        rows, keep = (np.stack([_left_pad(pair[i], width) for pair in kept]) for i in (0, 1))
+        self.rows = torch.from_numpy(rows).to(device)
+        self._last = rows.max(0)
+        self._masks.clear()
+        return torch.from_numpy(keep).to(device)
+
+    def row_mask(self, lazy: LazyMask) -> RowMask:
+        """The mask of the current rows for a layer that would have been given `lazy`."""
+        if self.rows is None:
+            raise ValueError("all rows are computed: the mask is lazy.dense()")
+        if id(lazy) not in self._masks:
+            self._masks[id(lazy)] = RowMask(lazy, self.rows, self._last)
+        return self._masks[id(lazy)]
+
+    def _candidates(self, b: int, rows: np.ndarray, at: np.ndarray, deviation, device: torch.device) -> Candidates:
+        which = np.empty(self.length, np.int64)
+        offset = np.empty(self.length, np.int64)
+        length = np.empty(self.length, np.int64)
+        for i, (span, _) in enumerate(self.spans[b]):
+            part = slice(span.start, span.stop)
+            which[part], offset[part], length[part] = i, np.arange(span.length), span.length
+        tensors = [torch.from_numpy(a).to(device) for a in (rows, which[rows], offset[rows], length[rows])]
+        index = torch.from_numpy(at).to(device)
+        distances = deviation or (None, None)
+        return Candidates(*tensors, *(None if d is None else d[b, index] for d in distances))
+
+    def _deviation(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """`[B, S]` squared distances of fresh from stored keys and values, as far as the selector wants them."""
+        layer = self.cache.blended[layer_idx]
+        self._place(layer_idx, keys, values)
+        self._probed[layer_idx] = self._chunk_rows()
+        distances: dict[str, Tensor | None] = {"k": None, "v": None}
+        for source, fresh, buffer in (("k", keys, layer._keys), ("v", values, layer._values)):
+            if source in self.cache.selector.sources:
+                stored = buffer[:, :, : self.length] if self.rows is None else _gather(buffer, self.rows)
+                distances[source] = (fresh - stored).float().square_().sum((1, 3))
+        return distances["k"], distances["v"]
+
+    # -- inside each layer ------------------------------------------------------------------------------------------
+
+    def fill(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Joins fresh states of the current rows with stored ones.
+
+        Args:
+            layer_idx: index of the layer.
+            keys: `[B, H, S, D]` fresh, rotated by the model.
+            values: `[B, H, S, Dv]`.
+
+        Returns:
+            `[B, H, T, D]` and `[B, H, T, Dv]` of the whole prompt.
+        """
+        layer = self.cache.blended[layer_idx]
+        self.rows_by_layer.append(self.rows)
+        if self.rows is None:
+            if layer_idx not in self._placed:
+                layer.allocate(keys, values, self.length)
+            layer._keys[:, :, : self.length] = keys
+            layer._values[:, :, : self.length] = values
+        else:
+            self._place(layer_idx, keys, values)
+            _scatter(layer._keys, self.rows, keys)
+            _scatter(layer._values, self.rows, values)
+        return layer.resize(self.length)
+
+    def _place(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
+        """Writes the layer's stored keys, rotated to the prompt's positions, and values (once)."""
+        if layer_idx in self._placed:
+            return
+        self._placed.add(layer_idx)
+        device = keys.device
+        with self.report.clock.stage("place", device):
+            to_keys, to_values = self.cache.blended[layer_idx].allocate(keys, values, self.length)
+            rotation = self.facts.rotations[layer_idx]
+            angles = self._angles_of(rotation, device)
+            for b, row in enumerate(self.spans):
+                for span, chunk in row:
+                    here, there = slice(span.start, span.stop), slice(span.offset, span.offset + span.length)
+                    stored = chunk.keys[layer_idx][None, :, there].to(device, non_blocking=True)
+                    turn = None if angles is None else (angles[0][b : b + 1, :, here], angles[1][b : b + 1, :, here])
+                    rotation.rotate(stored, turn, out=to_keys[b : b + 1, :, here])
+                    to_values[b, :, here].copy_(chunk.values[layer_idx][:, there], non_blocking=True)
+
+    def _angles_of(self, rotation: Rotation, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        if (rotation, device) not in self._angles:
+            angles = rotation.angles(self.facts.rotary, self.positions)
+            self._angles[rotation, device] = None if angles is None else (angles[0].to(device), angles[1].to(device))
+        return self._angles[rotation, device]
+
+    # -- after the last layer ---------------------------------------------------------------------------------------
+
+    def _chunk_rows(self) -> int:
+        """Chunk tokens among the current rows, over the batch."""
+        if self.rows is None:
+            return self._chunk_total
+        rows = self.rows.cpu().numpy()
+        return sum(int((~self._fresh[b][np.unique(row)]).sum()) for b, row in enumerate(rows))
+
+    def finish(self) -> None:
+        """Writes the partition of rows and the cost into the report."""
+        counted: dict[int, int] = {}
+        for i, rows in enumerate(self.rows_by_layer):
+            if id(rows) not in counted:
+                self.rows = rows
+                counted[id(rows)] = self._chunk_rows()
+            computed = counted[id(rows)]
+            self.report.layers.append(
+                LayerRows(
+                    reused=self._chunk_total - computed,
+                    recomputed=computed,
+                    fresh=self.report.tokens - self._chunk_total - self._missed_tokens,
+                    missed=self._missed_tokens,
+                    probed=self._probed.get(i, 0),
+                )
+            )
+        if self.facts.shape is not None:
+            spent = [
+                flops.LayerRows(full=layer.recomputed)
+                if rows is None
+                else flops.LayerRows(probed=layer.probed, selected=layer.recomputed)
+                for rows, layer in zip(self.rows_by_layer, self.report.layers, strict=True)
+            ]
+            self.report.charged_budget = flops.charged_budget(self.facts.shape, spent, self._chunk_total)
+        self.report.cache_bytes = sum(t.nbytes for la in self.cache.blended for t in (la._keys, la._values))
+
+    def expand(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
+        """`[B, S, ...]` of computed rows as `[B, T, ...]`, NaN where nothing was computed."""
+        if rows is None or hidden.shape[1] != rows.shape[1]:
+            return hidden
+        full = hidden.new_full((hidden.shape[0], self.length, *hidden.shape[2:]), float("nan"))
+        batch = torch.arange(hidden.shape[0], device=hidden.device)[:, None]
+        full[batch, rows.to(hidden.device)] = hidden
+        return full
+
+
+def take_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Rows of `[B or 1, T, ...]` at `index [B, S]`: `[B, S, ...]`."""
+    index = index.to(x.device)
+    if x.shape[0] == 1 and index.shape[0] == 1:
+        return x.index_select(1, index[0])
+    batch = torch.arange(index.shape[0], device=x.device)[:, None] if x.shape[0] > 1 else torch.zeros_like(index)
+    return x[batch, index]
+
+
+def _gather(buffer: Tensor, rows: Tensor) -> Tensor:
+    """`[B, H, S, D]` of a buffer `[B, H, capacity, D]` at `rows [B, S]`."""
+    index = rows.to(buffer.device)[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
+    return buffer.gather(2, index)
+
+
+def _scatter(buffer: Tensor, rows: Tensor, states: Tensor) -> None:
+    """Writes `[B, H, S, D]` into a buffer `[B, H, capacity, D]` at `rows [B, S]`."""
+    rows = rows.to(buffer.device)
+    if rows.shape[0] == 1:
+        buffer.index_copy_(2, rows[0], states)
+    else:
+        buffer.scatter_(2, rows[:, None, :, None].expand_as(states), states)
+
+
+def _left_pad(row: np.ndarray, width: int) -> np.ndarray:
+    """Repeats the first entry so that rows of a batch get equal length."""
+    return np.concatenate([np.full(width - len(row), row[0], row.dtype), row])
+
+
+def _ids_of(chunk: Chunk) -> bytes:
+    return chunk.ids.numpy().tobytes()
+
+
+def _expand(chunks: Sequence[Sequence[Chunk]], rows: int) -> list[Sequence[Chunk]]:
+    """The chunks of each batch row: one list serves all, several are repeated as `generate` repeats prompts."""
+    if rows % len(chunks):
+        raise ValueError(
+            f"a batch of {rows} prompts, but {len(chunks)} lists of chunks: give one list, or one list per prompt"
+        )
+    return [row for row in chunks for _ in range(rows // len(chunks))]

@@ -1,0 +1,257 @@
+"""A chunk: a reusable piece of text with the keys and values that one model computed for it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+KEY_VERSION = 1
+_COSMETIC = {
+    "_name_or_path",
+    "architectures",
+    "transformers_version",
+    "output_attentions",
+    "output_hidden_states",
+    "use_cache",
+    "return_dict",
+    "torch_dtype",
+    "dtype",
+    "chunk_size_feed_forward",
+    "id2label",
+    "label2id",
+    "problem_type",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkCache:
+    """Keys and values of one chunk, computed alone. Never changed after it is made.
+
+    Attributes:
+        ids: `[T]` token ids, int64, on the CPU.
+        keys: for each layer `[H, T, D]`, **un-rotated** (before RoPE, after any QK-norm), in the model's dtype.
+        values: for each layer `[H, T, D]`.
+        fingerprint: of the model that computed them (`model_fingerprint`).
+        conditioning: ids of the tokens that stood before the chunk when it was computed (a BOS, a system prefix),
+            whose own keys and values are not kept.
+        tokenizer: digest of the tokenizer that made the ids, or "" if they came from elsewhere.
+        namespace: set by the operator of a shared store; part of the key.
+        text: the text behind the ids, if known.
+    """
+
+    ids: Tensor
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    fingerprint: str
+    conditioning: tuple[int, ...] = ()
+    tokenizer: str = ""
+    namespace: str = ""
+    text: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        """Checks that every layer agrees with the ids on the number of tokens."""
+        if self.ids.ndim != 1 or not len(self.ids):
+            raise ValueError(f"a chunk needs at least one token; ids have shape {tuple(self.ids.shape)}")
+        if len(self.keys) != len(self.values) or not self.keys:
+            raise ValueError(f"{len(self.keys)} layers of keys, {len(self.values)} of values: one each per layer")
+        for layer, (k, v) in enumerate(zip(self.keys, self.values, strict=True)):
+            if k.ndim != 3 or v.ndim != 3 or k.shape[:2] != v.shape[:2] or k.shape[1] != len(self.ids):
+                raise ValueError(
+                    f"layer {layer}: keys {tuple(k.shape)} and values {tuple(v.shape)} are not "
+                    f"[heads, {len(self.ids)} tokens, head dim]"
+                )
+
+    @cached_property
+    def key(self) -> str:
+        """Content address of this chunk (see `chunk_key`)."""
+        return chunk_key(self.ids, self.fingerprint, self.conditioning, self.tokenizer, self.namespace)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by keys and values."""
+        return sum(t.nbytes for t in (*self.keys, *self.values))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of the keys."""
+        return self.keys[0].dtype
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return len(self.ids)
+
+    def __repr__(self) -> str:
+        """A line for people: no tensors."""
+        shape = "x".join(map(str, self.keys[0].shape))
+        return (
+            f"ChunkCache({len(self)} tokens, {len(self.keys)} layers of {shape}, {self.dtype}, key={self.key[:12]}...)"
+        )
+
+    def to(self, device: torch.device | str) -> ChunkCache:
+        """This chunk with every layer on one device (itself if it is there already)."""
+        if all(t.device == torch.device(device) for t in (*self.keys, *self.values)):
+            return self
+        return ChunkCache(
+            ids=self.ids,
+            keys=tuple(t.to(device) for t in self.keys),
+            values=tuple(t.to(device) for t in self.values),
+            fingerprint=self.fingerprint,
+            conditioning=self.conditioning,
+            tokenizer=self.tokenizer,
+            namespace=self.namespace,
+            text=self.text,
+        )
+
+
+@dataclass(frozen=True)
+class MissingChunk:
+    """A chunk of the prompt whose keys and values are not to be had; its tokens are computed and counted as missed.
+
+    Attributes:
+        ids: `[T]` token ids.
+        reason: why ("absent", "fingerprint", "tokenizer", "dtype", ...).
+    """
+
+    ids: Tensor
+    reason: str = "absent"
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return len(self.ids)
+
+
+def _framed(fields: Iterable[bytes]) -> bytes:
+    """Joins fields so that no two lists of fields give the same bytes: each is preceded by its length."""
+    return b"".join(struct.pack("<Q", len(f)) + f for f in fields)
+
+
+def ids_bytes(ids: Tensor | np.ndarray | Sequence[int]) -> bytes:
+    """Token ids as little-endian uint32, whatever integer type or device they came in.
+
+    Raises:
+        ValueError: if an id does not fit.
+    """
+    array = np.asarray(ids.cpu() if isinstance(ids, Tensor) else ids)
+    if array.size and (array.dtype.kind not in "iu" or array.min() < 0 or array.max() >= 2**32):
+        raise ValueError("token ids must be integers in [0, 2**32)")
+    return array.astype("<u4").tobytes()
+
+
+def chunk_key(
+    ids: Tensor | np.ndarray | Sequence[int],
+    fingerprint: str,
+    conditioning: Sequence[int] = (),
+    tokenizer: str = "",
+    namespace: str = "",
+    secret: bytes | None = None,
+) -> str:
+    """Content address of a chunk: 64 hex digits of SHA-256, or of keyed BLAKE2b with a tenant's `secret`.
+
+    Args:
+        ids: token ids of the chunk.
+        fingerprint: of the model.
+        conditioning: ids that stood before the chunk when it was computed.
+        tokenizer: digest of the tokenizer.
+        namespace: set by the operator of a shared store.
+        secret: at most 64 bytes; without it nobody else can compute the key.
+    """
+    payload = _framed(
+        [
+            struct.pack("<I", KEY_VERSION),
+            namespace.encode(),
+            fingerprint.encode(),
+            tokenizer.encode(),
+            ids_bytes(conditioning),
+            ids_bytes(ids),
+        ]
+    )
+    if secret is not None:
+        return hashlib.blake2b(payload, key=secret, digest_size=32).hexdigest()
+    return hashlib.sha256(payload).hexdigest()
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """Digest of everything in a model that decides its keys and values; equal on CPU and GPU.
+
+    Covers the architecture class, the config without cosmetic keys, every parameter and buffer (dtype, shape and a
+    checksum of rows and columns of its bits, so that one changed element changes it) and the state of adapters.
+    A pass over the weights: 0.1 s for 135M parameters on a CPU, milliseconds on a GPU.
+    """
+    config = getattr(model, "config", None)
+    settings = config.to_dict() if config is not None else {}
+    digest = hashlib.sha256()
+    head = [
+        f"{type(model).__module__}.{type(model).__qualname__}",
+        json.dumps({k: v for k, v in settings.items() if k not in _COSMETIC}, sort_keys=True, default=str),
+        json.dumps(_adapter_state(model), default=str),
+    ]
+    digest.update(_framed(s.encode() for s in head))
+    for name, tensor in sorted((*model.named_parameters(), *model.named_buffers()), key=lambda item: item[0]):
+        shape = f"{name}:{tensor.dtype}:{tuple(tensor.shape)}"
+        digest.update(_framed([shape.encode(), _checksum(tensor.detach())]))
+    return digest.hexdigest()
+
+
+def weights_version(model: nn.Module) -> tuple:
+    """A cheap token that changes when weights are replaced, updated in place, or adapters switched."""
+    tensors = (*model.parameters(), *model.buffers())
+    versions = tuple((t.data_ptr() if t.device.type != "meta" else 0, _version(t)) for t in tensors)
+    return versions, json.dumps(_adapter_state(model), default=str)
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Digest of a tokenizer: its class, vocabulary, special tokens and how it cuts a probe text."""
+    probe = "Hello wörld\n\n  2+2=4 \t🙂 漢字 don't"
+    parts = [
+        type(tokenizer).__name__,
+        json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False),
+        json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str),
+        json.dumps(tokenizer(probe, add_special_tokens=False)["input_ids"]),
+    ]
+    return hashlib.sha256(_framed(p.encode() for p in parts)).hexdigest()[:32]
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _adapter_state(model: nn.Module) -> list:
+    """What PEFT layers would do to a forward beyond their weights: active adapters, scales, merges."""
+    state = []
+    for name, module in model.named_modules():
+        if hasattr(module, "active_adapters") and hasattr(module, "scaling"):
+            scaling = getattr(module, "scaling", {})
+            state.append(
+                [
+                    name,
+                    list(module.active_adapters),
+                    bool(getattr(module, "disable_adapters", False)),
+                    list(getattr(module, "merged_adapters", [])),
+                    sorted(scaling.items()) if isinstance(scaling, dict) else str(scaling),
+                ]
+            )
+    return state
+
+
+_INTEGER_VIEW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _checksum(tensor: Tensor) -> bytes:
+    """Sums of a tensor's bits over rows and over columns, as int64 (the same on every device)."""
+    if tensor.device.type == "meta":
+        return b"meta"
+    if tensor.numel() == 0:
+        return b""
+    bits = tensor.contiguous().view(_INTEGER_VIEW[tensor.element_size()]) if not tensor.is_complex() else tensor.real
+    rows = bits.reshape(bits.shape[0] if bits.ndim > 1 else 1, -1)
+    sums = (rows.sum(1, dtype=torch.int64), rows.sum(0, dtype=torch.int64))
+    return b"".join(np.ascontiguousarray(s.cpu().numpy(), dtype="<i8").tobytes() for s in sums)

@@ -1,0 +1,360 @@
+"""Model, tokenizer and store in one object: documents and a question in, inputs of `generate` out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import BatchEncoding
+
+from blendkv import _compat
+from blendkv.cache import BlendedCache, Chunk
+from blendkv.chunk import ChunkCache, MissingChunk, chunk_key, tokenizer_fingerprint
+from blendkv.errors import ChunkMissError
+from blendkv.hooks import attach, attachment_of
+from blendkv.prefilling import BATCH_TOKENS, encode, prefill, split_text
+from blendkv.report import BlendReport
+from blendkv.selectors import Selector
+from blendkv.stores import Pool, open_pool
+
+DOCUMENTS, QUESTION = "\ue000documents\ue001", "\ue000question\ue001"
+"""Stand-ins while a chat template is rendered (private-use characters: no template or text has them)."""
+PLAIN = f"{{system}}\n\n{DOCUMENTS}Question: {QUESTION}\nAnswer:"
+"""The layout for models without a chat template."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a prompt, tokenised alone.
+
+    Attributes:
+        text: as it stands in the prompt.
+        ids: its token ids.
+        kind: "head" (template and system prompt, kept as a chunk of its own), "chunk", or "text" (always computed).
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    kind: Literal["head", "chunk", "text"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as the concatenation of its pieces' ids."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def ids(self) -> list[int]:
+        """All ids in order."""
+        return [i for piece in self.pieces for i in piece.ids]
+
+    @property
+    def text(self) -> str:
+        """All text in order."""
+        return "".join(piece.text for piece in self.pieces)
+
+
+class BlendedInputs(BatchEncoding):
+    """What `model.generate(**inputs)` takes: `input_ids`, `attention_mask`, and the cache under its keyword."""
+
+    @property
+    def cache(self) -> BlendedCache:
+        """The cache, whatever the installed transformers calls it."""
+        return self.data[_compat.CACHE_ARG]
+
+    @property
+    def report(self) -> BlendReport:
+        """What the blend did; filled in by `generate`."""
+        return self.cache.report
+
+    def to(self, device: Any, **kwargs: Any) -> BlendedInputs:
+        """Moves ids and mask; keys and values follow each layer's device by themselves."""
+        cache = self.data.pop(_compat.CACHE_ARG)
+        try:
+            super().to(device, **kwargs)
+        finally:
+            self.data[_compat.CACHE_ARG] = cache
+        return self
+
+
+class ChunkLibrary:
+    """Keeps the chunks of one model and lays prompts out of them.
+
+    Args:
+        model: a decoder-only transformers model (attached, and proven, here).
+        tokenizer: its tokenizer.
+        store: `memory://`, or a `Pool` to share.
+        recompute_ratio, selector, check_layers, strict, reserve: defaults for every prompt's `BlendedCache`.
+        condition: what stands before a chunk while it is computed: "none", "bos", or "system" (the prompt's head). Part
+            of the key; which is best depends on model and task.
+        chunk_tokens: longer documents are cut at sentence ends.
+        separator: text after every document in the prompt; never part of a chunk, always computed.
+        namespace: part of every key; set it where tenants share a store.
+        on_miss: "prefill" computes and keeps a chunk that is not in the store before the prompt is laid out,
+            "recompute" leaves its tokens to the prompt's own forward (exact, but nothing is kept).
+        capacity_bytes: of the pool, if `store` is a URL.
+        batch_tokens: most tokens of one prefill forward.
+        progress: show a bar while chunks are computed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        store: str | Pool = "memory://",
+        *,
+        recompute_ratio: float = 0.15,
+        selector: str | Selector = "hkvd",
+        check_layers: Mapping[int, float] | None = None,
+        strict: bool = False,
+        reserve: int = 256,
+        condition: Literal["none", "bos", "system"] = "none",
+        chunk_tokens: int = 512,
+        separator: str = "\n\n",
+        namespace: str = "",
+        on_miss: Literal["prefill", "recompute"] = "prefill",
+        capacity_bytes: int | None = None,
+        batch_tokens: int = BATCH_TOKENS,
+        progress: bool = False,
+    ) -> None:
+        if condition not in ("none", "bos", "system"):
+            raise ValueError(f"condition={condition!r}: choose 'none', 'bos' or 'system'")
+        if on_miss not in ("prefill", "recompute"):
+            raise ValueError(f"on_miss={on_miss!r}: choose 'prefill' or 'recompute'")
+        if chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens={chunk_tokens}: give at least one")
+        if condition == "bos" and tokenizer.bos_token_id is None:
+            raise ValueError("condition='bos', but this tokenizer has no BOS token: choose 'none' or 'system'")
+        self.options: dict[str, Any] = {
+            "recompute_ratio": recompute_ratio,
+            "selector": selector,
+            "check_layers": check_layers,
+            "strict": strict,
+            "reserve": reserve,
+        }
+        BlendedCache((), **self.options)  # refuses bad options now, not at the first prompt
+        self.tokenizer = tokenizer
+        self.pool = open_pool(store, capacity_bytes)
+        self.condition, self.on_miss = condition, on_miss
+        self.chunk_tokens, self.separator, self.namespace = chunk_tokens, separator, namespace
+        self.batch_tokens, self.progress = batch_tokens, progress
+        self.model = attach(model)
+        self._tokenizer_digest = tokenizer_fingerprint(tokenizer)
+        self._lock = threading.Lock()
+
+    def __call__(
+        self, documents: Iterable[Any], question: str, system: str | None = None, **options: Any
+    ) -> BlendedInputs:
+        """Lays out a prompt and finds, or computes, its chunks.
+
+        Args:
+            documents: texts, or objects with `page_content` or `text` (LangChain's and LlamaIndex's), in prompt order.
+            question: what follows them.
+            system: the system prompt.
+            **options: override the library's defaults for this prompt's `BlendedCache`.
+
+        Returns:
+            Inputs for `generate`, with `.cache` and `.report`.
+
+        Raises:
+            ChunkMissError: with `strict=True`, if a chunk is missing or could not be stored.
+        """
+        prompt = self.assemble(documents, question, system)
+        options = self.options | options
+        report = BlendReport()
+        with report.clock.stage("load"):
+            chunks = self._chunks(prompt, report, options["strict"])
+        cache = BlendedCache(chunks, **options)
+        cache.report.clock, cache.report.put_failures = report.clock, report.put_failures
+        ids = torch.tensor([prompt.ids], device=next(self.model.parameters()).device)
+        return BlendedInputs({"input_ids": ids, "attention_mask": torch.ones_like(ids), _compat.CACHE_ARG: cache})
+
+    def prefill(self, documents: Iterable[Any], system: str | None = None) -> list[ChunkCache]:
+        """Chunks of documents: from the store, or computed and stored.
+
+        Args:
+            documents: as in a call.
+            system: the system prompt they will be used under (matters with `condition="system"`).
+
+        Returns:
+            One chunk a document, or several for one that is longer than `chunk_tokens`, in order.
+        """
+        pieces = [piece for text in _texts(documents) for piece in self._document(text)]
+        conditioning = self._conditioning(self._frame(system)[0])
+        chunks = self._from_store([(p, conditioning) for p in pieces], BlendReport(), strict=False, compute=True)
+        return [chunk for chunk in chunks if isinstance(chunk, ChunkCache)]
+
+    def assemble(self, documents: Iterable[Any], question: str, system: str | None = None) -> Prompt:
+        """The prompt as pieces: the template's head, each document's chunks, separators, and the rest.
+
+        The model sees the concatenation of the pieces' ids, so template tokens are never inside a chunk, and a BOS
+        stands once, in front, if the template (or, without one, the tokenizer) puts it there.
+        """
+        before, between, after = self._frame(system)
+        pieces = [self._special(before, "head")]
+        for text in _texts(documents):
+            pieces += self._document(text)
+            pieces.append(self._plain(self.separator))
+        pieces += [self._special(between, "text"), self._plain(question), self._special(after, "text")]
+        return Prompt(tuple(piece for piece in pieces if piece.ids))
+
+    def clear(self) -> None:
+        """Forgets every chunk in memory."""
+        self.pool.clear()
+
+    # -- layout -----------------------------------------------------------------------------------------------------
+
+    def _frame(self, system: str | None) -> tuple[str, str, str]:
+        """The prompt's text before the documents, between documents and question, and after."""
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            bos = self.tokenizer.bos_token if self._adds_bos() else ""
+            text = bos + PLAIN.format(system=system or "").lstrip()
+        else:
+            text = self._render(system)
+        before, _, rest = text.partition(DOCUMENTS)
+        between, _, after = rest.partition(QUESTION)
+        return before, between, after
+
+    def _render(self, system: str | None) -> str:
+        user = {"role": "user", "content": DOCUMENTS + QUESTION}
+        if system is None:
+            return self._template([user])
+        try:
+            text = self._template([{"role": "system", "content": system}, user])
+        except Exception:  # templates refuse a system role in their own ways; then it opens the user's turn
+            text = ""
+        if system.strip() not in text:
+            text = self._template([{"role": "user", "content": f"{system}\n\n{DOCUMENTS}{QUESTION}"}])
+        return text
+
+    def _template(self, messages: list[dict[str, str]]) -> str:
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+    def _adds_bos(self) -> bool:
+        bos = self.tokenizer.bos_token_id
+        return bos is not None and self.tokenizer("a")["input_ids"][:1] == [bos]
+
+    def _document(self, text: str) -> list[Piece]:
+        return [self._plain(part, "chunk") for part in split_text(self.tokenizer, text, self.chunk_tokens)]
+
+    def _plain(self, text: str, kind: Literal["chunk", "text"] = "text") -> Piece:
+        return Piece(text, tuple(encode(self.tokenizer, text)) if text else (), kind)
+
+    def _special(self, text: str, kind: Literal["head", "text"]) -> Piece:
+        """A part of the template, whose special tokens are meant."""
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else ()
+        return Piece(text, tuple(ids), kind)
+
+    # -- chunks -----------------------------------------------------------------------------------------------------
+
+    def _conditioning(self, before: str) -> tuple[int, ...]:
+        if self.condition == "bos":
+            return (self.tokenizer.bos_token_id,)
+        return self._special(before, "head").ids if self.condition == "system" else ()
+
+    def _chunks(self, prompt: Prompt, report: BlendReport, strict: bool) -> list[Chunk]:
+        head = next((piece for piece in prompt.pieces if piece.kind == "head"), None)
+        conditioning = self._conditioning(head.text if head else "")
+        wanted = [
+            (piece, conditioning if piece.kind == "chunk" else ()) for piece in prompt.pieces if piece.kind != "text"
+        ]
+        return self._from_store(wanted, report, strict, compute=self.on_miss == "prefill")
+
+    def _from_store(
+        self, wanted: Sequence[tuple[Piece, tuple[int, ...]]], report: BlendReport, strict: bool, compute: bool
+    ) -> list[Chunk]:
+        """Looks every piece up; computes and stores the missing ones, or says that they are missing."""
+        fingerprint = attachment_of(self.model).facts.fingerprint
+        keys = [
+            chunk_key(piece.ids, fingerprint, conditioning, self._tokenizer_digest, self.namespace)
+            for piece, conditioning in wanted
+        ]
+        have: dict[str, Chunk] = {}
+        lacking: dict[str, tuple[Piece, tuple[int, ...]]] = {}
+        for key, (piece, conditioning) in zip(keys, wanted, strict=True):
+            if key not in have and key not in lacking:
+                chunk = self._checked(self.pool.get(key), piece, fingerprint, conditioning)
+                if chunk is None:
+                    lacking[key] = piece, conditioning
+                else:
+                    have[key] = chunk
+        if not compute:
+            have |= {key: MissingChunk(torch.tensor(piece.ids)) for key, (piece, _) in lacking.items()}
+            lacking = {}
+        for conditioning in dict.fromkeys(c for _, c in lacking.values()):
+            group = {key: piece for key, (piece, c) in lacking.items() if c == conditioning}
+            for key, chunk in zip(group, self._compute(list(group.values()), conditioning), strict=True):
+                have[key] = chunk
+                report.put_failures += not self.pool.put(chunk)
+        if strict and report.put_failures:
+            raise ChunkMissError(
+                f"{report.put_failures} chunks could not be stored: give the pool more than "
+                f"{self.pool.capacity_bytes:,} bytes, or use strict=False"
+            )
+        return [have[key] for key in keys]
+
+    def _checked(
+        self, chunk: ChunkCache | None, piece: Piece, fingerprint: str, conditioning: tuple[int, ...]
+    ) -> ChunkCache | None:
+        """A chunk from the store only if it is what its key says: even a broken hash serves nothing wrong."""
+        if chunk is None:
+            return None
+        same = (
+            tuple(chunk.ids.tolist()) == piece.ids
+            and chunk.fingerprint == fingerprint
+            and chunk.conditioning == conditioning
+            and chunk.tokenizer == self._tokenizer_digest
+            and chunk.namespace == self.namespace
+        )
+        return chunk if same else None
+
+    def _compute(self, pieces: list[Piece], conditioning: tuple[int, ...]) -> list[ChunkCache]:
+        with self._lock:  # one prefill at a time: two threads would compute the same chunks twice
+            made = prefill(
+                self.model,
+                [list(piece.ids) for piece in pieces],
+                conditioning=conditioning,
+                namespace=self.namespace,
+                batch_tokens=self.batch_tokens,
+                progress=self.progress,
+            )
+        return [
+            ChunkCache(
+                ids=chunk.ids,
+                keys=chunk.keys,
+                values=chunk.values,
+                fingerprint=chunk.fingerprint,
+                conditioning=chunk.conditioning,
+                tokenizer=self._tokenizer_digest,
+                namespace=chunk.namespace,
+                text=piece.text,
+            )
+            for chunk, piece in zip(made, pieces, strict=True)
+        ]
+
+
+def _texts(documents: Iterable[Any]) -> list[str]:
+    """The text of each document: a string, or an object with `page_content` or `text`.
+
+    Raises:
+        TypeError: for anything else, or a single string.
+        ValueError: for an empty document.
+    """
+    if isinstance(documents, str):
+        raise TypeError("documents is one string: pass a list of documents")
+    texts = []
+    for i, document in enumerate(documents):
+        text = document
+        for name in ("page_content", "text"):
+            text = getattr(document, name, text) if not isinstance(document, str) else text
+        if not isinstance(text, str):
+            raise TypeError(f"document {i} is a {type(document).__name__}: pass text, or an object with page_content")
+        if not text:
+            raise ValueError(f"document {i} is empty: leave it out")
+        texts.append(text)
+    return texts

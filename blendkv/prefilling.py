@@ -1,0 +1,179 @@
+"""Text to chunks: run the model over each chunk alone and keep its keys, un-rotated, and values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers.cache_utils import DynamicCache
+
+from blendkv import _compat
+from blendkv.chunk import ChunkCache, tokenizer_fingerprint
+from blendkv.hooks import Attachment, attach, attachment_of
+from blendkv.prompt import as_array
+
+BATCH_TOKENS = 4096
+"""Most tokens (padding included) of one forward."""
+_SENTENCE_END = re.compile("(?<=[.!?\u3002\uff01\uff1f])[\"'\u201d\u2019)\\]]*\\s+|\n+|(?<=[\u3002\uff01\uff1f])")
+"""After . ! ? (closing quotes and spaces included), at line ends, and after their full-width kin."""
+
+
+def prefill(
+    model: nn.Module,
+    chunks: Sequence[str | Sequence[int] | Tensor],
+    tokenizer: Any = None,
+    *,
+    conditioning: Sequence[int] = (),
+    namespace: str = "",
+    batch_tokens: int = BATCH_TOKENS,
+    progress: bool = True,
+) -> list[ChunkCache]:
+    """Computes the keys and values of chunks, each alone (CacheBlend, section 3).
+
+    Chunks of similar length share a forward; no graph is kept, whatever the caller's grad mode. Attaches the model.
+
+    Args:
+        model: a transformers decoder.
+        chunks: texts (needs `tokenizer`) or token ids.
+        tokenizer: cuts texts into ids, without special tokens.
+        conditioning: ids put in front of every chunk (a BOS, a system prefix); part of the chunk's key, their own keys
+            and values are not kept.
+        namespace: part of the key.
+        batch_tokens: most tokens of one forward, padding included; a longer chunk has a forward of its own.
+        progress: whether to show a bar.
+
+    Returns:
+        One chunk for each given, in order.
+
+    Raises:
+        ValueError: for an empty chunk, or text without a tokenizer.
+        UnsupportedModelError: if the model cannot be blended.
+    """
+    state = attachment_of(attach(model))
+    texts = [chunk if isinstance(chunk, str) else None for chunk in chunks]
+    ids = [torch.from_numpy(as_array(_to_ids(chunk, tokenizer))) for chunk in chunks]
+    for i, row in enumerate(ids):
+        if not len(row):
+            raise ValueError(f"chunk {i} is empty: a chunk needs at least one token")
+    fingerprint = state.facts.fingerprint
+    digest = tokenizer_fingerprint(tokenizer) if tokenizer is not None else ""
+    made: dict[int, ChunkCache] = {}
+    bar = tqdm(total=sum(map(len, ids)), unit="tok", desc="prefill", disable=not progress or not ids, leave=False)
+    with bar:
+        for batch in batches([len(row) for row in ids], batch_tokens, len(conditioning)):
+            for i, keys, values in _run(state, [ids[i] for i in batch], batch, conditioning):
+                made[i] = ChunkCache(
+                    ids=ids[i],
+                    keys=keys,
+                    values=values,
+                    fingerprint=fingerprint,
+                    conditioning=tuple(int(t) for t in conditioning),
+                    tokenizer=digest,
+                    namespace=namespace,
+                    text=texts[i],
+                )
+                bar.update(len(ids[i]))
+    return [made[i] for i in range(len(ids))]
+
+
+@torch.no_grad()
+def _run(
+    state: Attachment, rows: list[Tensor], index: list[int], conditioning: Sequence[int]
+) -> Iterator[tuple[int, tuple[Tensor, ...], tuple[Tensor, ...]]]:
+    """One forward over right-padded rows (causal: padding changes nothing before it)."""
+    facts = state.facts
+    front, longest = len(conditioning), max(map(len, rows))
+    device = next(state.model.parameters()).device
+    ids = torch.zeros(len(rows), front + longest, dtype=torch.long)
+    ids[:, :front] = torch.tensor(list(conditioning), dtype=torch.long)
+    for b, row in enumerate(rows):
+        ids[b, front : front + len(row)] = row
+    positions = torch.arange(front + longest, device=device)[None]
+    cache = DynamicCache()
+    keyword = {_compat.cache_keyword(state.decoder.forward): cache}
+    state.decoder(input_ids=ids.to(device), position_ids=positions.expand(ids.shape), use_cache=True, **keyword)
+    keys: list[list[Tensor]] = [[] for _ in rows]
+    values: list[list[Tensor]] = [[] for _ in rows]
+    layers = _compat.cached_states(cache)
+    cache.layers.clear()
+    for rotation in facts.rotations:
+        rotated, plain_values = layers.pop(0)  # a layer's full-length states go as soon as they are cut
+        angles = rotation.angles(facts.rotary, positions)
+        if angles is not None:
+            angles = angles[0].to(rotated.device), angles[1].to(rotated.device)
+        plain = rotation.unrotate(rotated, angles)
+        for b, row in enumerate(rows):
+            part = slice(front, front + len(row))
+            keys[b].append(plain[b, :, part].clone())
+            values[b].append(plain_values[b, :, part].clone())
+    for b, i in enumerate(index):
+        yield i, tuple(keys[b]), tuple(values[b])
+
+
+def batches(lengths: Sequence[int], batch_tokens: int, front: int = 0) -> Iterator[list[int]]:
+    """Indices grouped by similar length so that rows x longest stays within `batch_tokens`."""
+    batch: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if batch and (len(batch) + 1) * (front + lengths[batch[0]]) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a text as it stands: nothing added, and text that looks like a special token stays text."""
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+
+def split_text(tokenizer: Any, text: str, chunk_tokens: int) -> list[str]:
+    """Cuts a text into pieces of at most `chunk_tokens` tokens, at sentence ends where there are any.
+
+    The pieces joined are the text, byte for byte; a text that is short enough is one piece, so that what a retriever
+    returns is found again.
+
+    Args:
+        tokenizer: counts the tokens.
+        text: what to cut.
+        chunk_tokens: most tokens of a piece.
+    """
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={chunk_tokens}: give at least one")
+    if len(encode(tokenizer, text)) <= chunk_tokens:
+        return [text]
+    sentences, at = [], 0
+    for match in _SENTENCE_END.finditer(text):
+        sentences.append(text[at : match.end()])
+        at = match.end()
+    sentences = [s for s in [*sentences, text[at:]] if s]
+    pieces: list[str] = []
+    for sentence in sentences:
+        joined = pieces[-1] + sentence if pieces else sentence
+        if pieces and len(encode(tokenizer, joined)) <= chunk_tokens:
+            pieces[-1] = joined
+        else:
+            pieces += _halves(tokenizer, sentence, chunk_tokens)
+    return pieces
+
+
+def _halves(tokenizer: Any, text: str, chunk_tokens: int) -> list[str]:
+    """Cuts one long sentence in halves, at a space if there is one near the middle, until they fit."""
+    if len(text) < 2 or len(encode(tokenizer, text)) <= chunk_tokens:
+        return [text]
+    middle = len(text) // 2
+    space = text.rfind(" ", middle // 2, middle + middle // 2)
+    cut = space if space > 0 else middle
+    return [*_halves(tokenizer, text[:cut], chunk_tokens), *_halves(tokenizer, text[cut:], chunk_tokens)]
+
+
+def _to_ids(chunk: str | Sequence[int] | Tensor, tokenizer: Any) -> Any:
+    if not isinstance(chunk, str):
+        return chunk
+    if tokenizer is None:
+        raise ValueError("chunks given as text need a tokenizer: prefill(model, texts, tokenizer)")
+    return encode(tokenizer, chunk)

@@ -1,0 +1,228 @@
+"""What a blend did: where every token of the prompt came from, in every layer, and what it cost."""
+
+from __future__ import annotations
+
+import html
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+STAGES = ("load", "decode", "place", "select", "recompute")
+
+
+@dataclass(frozen=True)
+class ChunkUse:
+    """What became of one chunk.
+
+    Attributes:
+        index: position in the caller's list.
+        row: row of the batch.
+        key: content address, or "" for a chunk that is missing.
+        tokens: its length.
+        found: tokens of the prompt that are this chunk's.
+        hit: whether stored keys and values were used.
+        reason: why not ("absent", "fingerprint", "dtype", "not in the prompt", ...), or how it was found if not
+            whole ("partial").
+    """
+
+    index: int
+    row: int
+    key: str
+    tokens: int
+    found: int
+    hit: bool
+    reason: str = ""
+
+
+@dataclass
+class LayerRows:
+    """The prompt's tokens in one layer, by origin; the four add up to `BlendReport.tokens`.
+
+    Attributes:
+        reused: stored keys and values.
+        recomputed: chunk tokens computed although stored.
+        fresh: question, template and other text, always computed.
+        missed: chunk tokens computed because nothing usable was stored.
+        probed: chunk tokens whose keys and values were computed here for comparison (not part of the sum).
+    """
+
+    reused: int
+    recomputed: int
+    fresh: int
+    missed: int
+    probed: int = 0
+
+
+@dataclass
+class BlendReport:
+    """Filled in by the first forward of a `BlendedCache`.
+
+    Attributes:
+        tokens: prompt tokens, over all rows of the batch.
+        layers: one entry a layer.
+        chunks: one entry a chunk and row.
+        selector: name.
+        schedule: layer -> ratio kept from there on.
+        charged_budget: linear FLOPs spent on chunk tokens / those of full prefill on the same tokens; NaN if the
+            model's layers could not be counted.
+        chunk_bytes: stored keys and values placed into this prompt.
+        cache_bytes: buffers allocated for the prompt's keys and values.
+        notes: remarks for the reader (fallbacks taken).
+    """
+
+    tokens: int = 0
+    layers: list[LayerRows] = field(default_factory=list)
+    chunks: list[ChunkUse] = field(default_factory=list)
+    selector: str = ""
+    schedule: dict[int, float] = field(default_factory=dict)
+    charged_budget: float = float("nan")
+    chunk_bytes: int = 0
+    cache_bytes: int = 0
+    put_failures: int = 0
+    notes: list[str] = field(default_factory=list)
+    clock: Clock = field(default_factory=lambda: Clock(), repr=False)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds by stage: load, decode, place, select, recompute."""
+        return self.clock.seconds()
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Prompt tokens that belong to chunks, usable or not."""
+        return sum(use.found for use in self.chunks)
+
+    @property
+    def reused_tokens(self) -> int:
+        """Chunk tokens whose stored keys and values were used in the last layer."""
+        return self.layers[-1].reused if self.layers else 0
+
+    @property
+    def recomputed_share(self) -> float:
+        """Share of the usable chunk tokens recomputed in the last layer."""
+        last = self.layers[-1] if self.layers else LayerRows(0, 0, 0, 0)
+        return last.recomputed / max(1, last.reused + last.recomputed)
+
+    @property
+    def misses(self) -> dict[str, int]:
+        """Prompt tokens that had to be computed although a chunk was named for them, by reason."""
+        reasons: dict[str, int] = {}
+        for use in self.chunks:
+            if not use.hit and use.found:
+                reasons[use.reason] = reasons.get(use.reason, 0) + use.found
+        return reasons
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings, for JSON."""
+        return {
+            "tokens": self.tokens,
+            "chunk_tokens": self.chunk_tokens,
+            "selector": self.selector,
+            "schedule": {str(k): v for k, v in self.schedule.items()},
+            "charged_budget": self.charged_budget,
+            "chunk_bytes": self.chunk_bytes,
+            "cache_bytes": self.cache_bytes,
+            "put_failures": self.put_failures,
+            "seconds": self.seconds,
+            "misses": self.misses,
+            "layers": [asdict(layer) for layer in self.layers],
+            "chunks": [asdict(use) for use in self.chunks],
+            "notes": self.notes,
+        }
+
+    def _summary(self) -> list[tuple[str, str]]:
+        last = self.layers[-1] if self.layers else LayerRows(0, 0, 0, 0)
+        hits = sum(use.hit for use in self.chunks)
+        rows = [
+            ("tokens", f"{self.tokens:,} ({self.chunk_tokens:,} in chunks)"),
+            ("chunks", f"{hits} hit, {len(self.chunks) - hits} not"),
+            (
+                "last layer",
+                f"{last.reused:,} reused, {last.recomputed:,} recomputed, {last.fresh:,} fresh, {last.missed:,} missed",
+            ),
+            ("selector", f"{self.selector} {self.schedule}"),
+            ("charged budget", f"{self.charged_budget:.3f} of full prefill's linear FLOPs on chunk tokens"),
+            ("bytes", f"{self.chunk_bytes:,} placed, {self.cache_bytes:,} allocated"),
+            ("seconds", ", ".join(f"{stage} {s:.3f}" for stage, s in self.seconds.items())),
+        ]
+        if self.misses:
+            rows.append(("misses", ", ".join(f"{n} tokens {reason}" for reason, n in self.misses.items())))
+        if self.put_failures:
+            rows.append(("not stored", f"{self.put_failures} chunks"))
+        return rows + [("note", note) for note in self.notes]
+
+    def _layer_runs(self) -> list[tuple[str, LayerRows]]:
+        """Layers with equal counts folded into one line."""
+        runs: list[tuple[int, int, LayerRows]] = []
+        for i, layer in enumerate(self.layers):
+            if runs and runs[-1][2] == layer:
+                runs[-1] = (runs[-1][0], i, layer)
+            else:
+                runs.append((i, i, layer))
+        return [(f"{a}" if a == b else f"{a}-{b}", layer) for a, b, layer in runs]
+
+    def __str__(self) -> str:
+        """Two tables: the sums, and the origin of rows by layer."""
+        if not self.layers:
+            return "BlendReport: nothing was blended yet (it is filled by the first forward)"
+        lines = [f"{name:<15} {value}" for name, value in self._summary()]
+        lines += ["", f"{'layers':<10}{'reused':>9}{'recomputed':>12}{'fresh':>8}{'missed':>8}{'probed':>8}"]
+        for name, r in self._layer_runs():
+            lines.append(f"{name:<10}{r.reused:>9,}{r.recomputed:>12,}{r.fresh:>8,}{r.missed:>8,}{r.probed:>8,}")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """The same two tables for a notebook."""
+        cells = "".join(f"<tr><th>{html.escape(n)}</th><td>{html.escape(v)}</td></tr>" for n, v in self._summary())
+        head = "".join(f"<th>{h}</th>" for h in ("layers", "reused", "recomputed", "fresh", "missed", "probed"))
+        body = "".join(
+            f"<tr><td>{name}</td>"
+            + "".join(f"<td>{n:,}</td>" for n in (r.reused, r.recomputed, r.fresh, r.missed, r.probed))
+            + "</tr>"
+            for name, r in self._layer_runs()
+        )
+        return f"<table>{cells}</table><table><tr>{head}</tr>{body}</table>"
+
+
+class Clock:
+    """Seconds by stage. On CUDA, device time between events, read only when asked for."""
+
+    def __init__(self) -> None:
+        self._host: dict[str, float] = {}
+        self._events: list[tuple[str, Any, Any]] = []
+
+    @contextmanager
+    def stage(self, name: str, device: torch.device | None = None) -> Generator[None]:
+        """Adds the time of a block to a stage."""
+        if device is not None and device.type == "cuda":
+            with torch.cuda.device(device):
+                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                try:
+                    yield
+                finally:
+                    stop.record()
+                    self._events.append((name, start, stop))
+            return
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - begin)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Adds host seconds to a stage."""
+        self._host[name] = self._host.get(name, 0.0) + seconds
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of every stage; `recompute` is the whole forward less placing and selecting."""
+        total = dict.fromkeys((*STAGES, "forward"), 0.0) | self._host
+        for name, start, stop in self._events:
+            stop.synchronize()
+            total[name] = total.get(name, 0.0) + start.elapsed_time(stop) / 1e3
+        total["recompute"] = max(0.0, total.pop("forward") - total["place"] - total["select"])
+        return total
