@@ -1,0 +1,1 @@
+"""Measuring: what a method costs (`flops`, `measure`) and how well it answers (`tasks`, `measure`)."""
