@@ -43,8 +43,9 @@ def cache_keyword(forward: Callable) -> str:
 
 def bind_arguments(forward: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Positional and keyword arguments of a call, all by name (`**kwargs` of the signature flattened)."""
-    names = list(inspect.signature(forward).parameters)
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+    if not args:
+        return dict(kwargs)
+    return dict(zip(inspect.signature(forward).parameters, args, strict=False)) | kwargs
 
 
 def cached_states(cache: Any) -> list[tuple[Tensor, Tensor]]:
@@ -92,15 +93,17 @@ def eager_attention(module: nn.Module) -> Callable:
     return function
 
 
-def wrap_generation(model: PreTrainedModel, on_inputs: Callable, on_config: Callable) -> Callable[[], None]:
-    """Wraps two methods of one model instance and returns the function that unwraps them.
+def wrap_generation(model: PreTrainedModel, on_inputs: Callable, on_config: Callable) -> tuple[str, ...]:
+    """Wraps two methods of one model instance; returns their names: `del model.name` unwraps them.
 
     Args:
         model: the instance whose `generate` will call the wrapped methods.
         on_inputs: called as `on_inputs(input_ids, attention_mask, cache)` before `prepare_inputs_for_generation`,
             the one place that sees the full ids.
-        on_config: called as `on_config(generation_config, cache)` before `_prepare_cache_for_generation`, where
-            transformers itself looks for options that contradict a user's cache.
+        on_config: called as `on_config(generation_config, cache, mask_length)` before
+            `_prepare_cache_for_generation`, where transformers itself looks for options that contradict a user's
+            cache. From 5.24 on a mask of ones is dropped before `on_inputs` could see it: this is its length (None in
+            assisted generation, where candidates make the first ids longer than the mask).
     """
 
     def prepare_inputs_for_generation(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
@@ -108,7 +111,11 @@ def wrap_generation(model: PreTrainedModel, on_inputs: Callable, on_config: Call
         return originals["prepare_inputs_for_generation"](self, input_ids, *args, **kwargs)
 
     def _prepare_cache_for_generation(self: Any, generation_config: Any, model_kwargs: Any, *a: Any, **k: Any) -> Any:
-        on_config(generation_config, cache_in((), model_kwargs))
+        mask = model_kwargs.get("attention_mask")
+        length = mask.shape[-1] if mask is not None else getattr(generation_config, "_mask_length", None)
+        if any(getattr(mode, "value", None) == "assisted_generation" for mode in (*a, *k.values())):
+            length = None
+        on_config(generation_config, cache_in((), model_kwargs), length)
         return originals["_prepare_cache_for_generation"](self, generation_config, model_kwargs, *a, **k)
 
     wrappers = {f.__name__: f for f in (prepare_inputs_for_generation, _prepare_cache_for_generation)}
@@ -116,9 +123,4 @@ def wrap_generation(model: PreTrainedModel, on_inputs: Callable, on_config: Call
     for name in originals:
         # A bound method, so that a deep copy of the model calls the copy.
         setattr(model, name, types.MethodType(wrappers[name], model))
-
-    def unwrap() -> None:
-        for name in originals:
-            model.__dict__.pop(name, None)
-
-    return unwrap
+    return tuple(originals)

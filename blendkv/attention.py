@@ -89,8 +89,8 @@ class RowMask:
             length: number of keys.
 
         Yields:
-            (rows, keys, mask `[B, 1, groups * rows, keys]`: 0 where visible, -inf where not). Layers that ask for the
-            same get the same tensor, while they fit in `MASK_BYTES`.
+            (rows, keys, mask `[B, 1, groups * rows, keys]`: 0 where visible, `hidden_score` where not). Layers that
+            ask for the same get the same tensor, while they fit in `MASK_BYTES`.
         """
         size = max(1, BLOCK_QUERIES.get(like.device.type, BLOCK_QUERIES["cuda"]) // groups)
         for start in range(0, len(self.last), size):
@@ -107,8 +107,18 @@ class RowMask:
 
     def _additive(self, part: slice, keys: int, groups: int, like: Tensor) -> Tensor:
         visible = self.lazy.visible(self.rows[:, part].to(like.device), keys)
-        mask = torch.zeros(visible.shape, dtype=like.dtype, device=like.device).masked_fill_(~visible, -torch.inf)
+        mask = torch.zeros(visible.shape, dtype=like.dtype, device=like.device)
+        mask.masked_fill_(~visible, hidden_score(like.dtype))
         return mask.expand(-1, groups, -1, -1).reshape(mask.shape[0], 1, -1, keys)
+
+
+def hidden_score(dtype: torch.dtype) -> float:
+    """What is added to the score of a key that may not be seen: its weight is exactly 0.
+
+    Finite, so that a row of padding that sees nothing is a mean of values and not NaN, which would spread: the keys it
+    leaves behind are hidden from others with weight 0, and 0 x NaN is NaN.
+    """
+    return max(torch.finfo(dtype).min, -1e30) / 2
 
 
 def scattered_sdpa(
@@ -141,7 +151,7 @@ def scattered_sdpa(
             dropout_p=dropout,
             scale=scaling,
         )
-        out[:, rows] = part.view(b, q, rows.stop - rows.start, -1).transpose(1, 2)
+        out[:, rows] = part.reshape(b, q, rows.stop - rows.start, -1).transpose(1, 2)
     return out
 
 
@@ -149,7 +159,7 @@ def scattered_eager(base: Callable, module: nn.Module, query: Tensor, key: Tenso
     """The base's own eager attention with an additive mask `[B, 1, S, T]`: the slow, obvious twin."""
     visible = mask.lazy.visible(mask.rows.to(query.device), key.shape[2])
     additive = torch.zeros(visible.shape, dtype=query.dtype, device=query.device)
-    additive = additive.masked_fill(~visible, torch.finfo(query.dtype).min)
+    additive.masked_fill_(~visible, hidden_score(query.dtype))
     return base(module, query, key, value, additive, **kw)
 
 

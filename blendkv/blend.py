@@ -26,10 +26,11 @@ class ModelFacts:
     """What a blend must know of a model; `attach` finds it out (`proof.find_rotations`).
 
     Attributes:
-        fingerprint: `chunk.model_fingerprint`.
+        fingerprint: `chunk.model_fingerprint` of the weights as they are now.
         rotations: one a layer.
         rotary: the model's rotary module, or None.
         dtype: of keys and values.
+        sizes: for each layer (KV heads, key dim, value dim).
         shape: what a row costs in each layer, for the charged budget; None if the layers could not be counted.
     """
 
@@ -37,6 +38,7 @@ class ModelFacts:
     rotations: tuple[Rotation, ...]
     rotary: nn.Module | None
     dtype: torch.dtype
+    sizes: tuple[tuple[int, int, int], ...]
     shape: flops.ModelShape | None
 
     def mismatch(self, chunk: ChunkCache) -> str | None:
@@ -45,7 +47,10 @@ class ModelFacts:
             return "fingerprint"
         if any(t.dtype != self.dtype for t in (*chunk.keys, *chunk.values)):
             return "dtype"
-        return None if len(chunk.keys) == len(self.rotations) else "layers"
+        if len(chunk.keys) != len(self.rotations):
+            return "layers"
+        sizes = ((k.shape[0], k.shape[2], v.shape[2]) for k, v in zip(chunk.keys, chunk.values, strict=True))
+        return None if tuple(sizes) == self.sizes else "shape"
 
 
 class Blend:
@@ -69,18 +74,24 @@ class Blend:
         self.rows: Tensor | None = None
         """`[B, S]` prompt indices computed in the current layer, ascending; None while that is all of them."""
         self.rows_by_layer: list[Tensor | None] = []
+        """Rows with fresh keys and values, by layer."""
+        self.reads_all = True
+        """Whether somebody reads the last layer's output for more than the last `logits_to_keep` rows."""
         self._angles: dict = {}
         self._masks: dict = {}
         self._last = np.empty(0, np.int64)
         self._placed: set[int] = set()
         self._probed: dict[int, int] = {}
         self._open = ExitStack()
+        self.uses: list[ChunkUse] = []
+        """What became of each chunk."""
         self._find(visible)
 
     def begin(self) -> None:
-        """From here on masks are made lazily, and time counts."""
+        """From here on the cache is being filled, masks are made lazily, and time counts."""
+        self.report.chunks = self.uses
         self._open.callback(blending.reset, blending.set(True))
-        self._open.enter_context(self.report.clock.stage("forward", self.ids.device))
+        self._open.enter_context(self.report.clock.stage("recompute", self.ids.device))
 
     def end(self) -> None:
         """The forward is over, well or not."""
@@ -93,21 +104,26 @@ class Blend:
         ids = self.ids.cpu().numpy()
         real = np.ones(ids.shape, bool) if visible is None else visible.cpu().numpy().astype(bool)
         per_row = _expand(self.cache.chunks, len(ids))
-        last = self.length - min(self.cache.logits_to_keep, self.length)
+        self._outputs = min(self.cache.logits_to_keep or 1, self.length)
+        last = self.length - self._outputs
         self.spans: list[list[tuple[Span, ChunkCache]]] = []
         self._fresh: list[np.ndarray] = []
         self._missed_tokens = 0
         for b, chunks in enumerate(per_row):
-            usable: list[tuple[Span, ChunkCache]] = []
-            found = dict.fromkeys(range(len(chunks)), 0)
-            owner = {_ids_of(c): i for i, c in reversed(list(enumerate(chunks)))}
             reasons = [self._reason(chunk) for chunk in chunks]
+            best: dict[bytes, int] = {}  # of chunks with equal ids, the first that can be used
+            for i in sorted(range(len(chunks)), key=lambda i: bool(reasons[i])):
+                best.setdefault(_ids_of(chunks[i]), i)
+            seen, found = set(), dict.fromkeys(range(len(chunks)), 0)
+            usable: list[tuple[Span, ChunkCache]] = []
             for span in find_spans(np.where(real[b], ids[b], -1), [c.ids.numpy() for c in chunks]):
-                part, chunk = span.cut(last), chunks[span.chunk]
+                owner = best[_ids_of(chunks[span.chunk])]
+                part, chunk = span.cut(last), chunks[owner]
+                seen.add(owner)
                 if part is None:
                     continue
-                found[span.chunk] += part.length
-                if isinstance(chunk, MissingChunk) or reasons[span.chunk]:
+                found[owner] += part.length
+                if isinstance(chunk, MissingChunk) or reasons[owner]:
                     self._missed_tokens += part.length
                 else:
                     usable.append((part, chunk))
@@ -117,19 +133,21 @@ class Blend:
                 fresh[span.start : span.stop] = False
             self._fresh.append(fresh)
             for i, chunk in enumerate(chunks):
-                seen = found[owner[_ids_of(chunk)]]
-                reason = reasons[i] or ("not in the prompt" if not seen else "" if seen >= len(chunk) else "partial")
+                owner = best[_ids_of(chunk)]
+                reason = reasons[i]
+                if not reason and owner not in seen:
+                    reason = "not in the prompt"
                 use = ChunkUse(
                     index=i,
                     row=b,
                     key=chunk.key if isinstance(chunk, ChunkCache) else "",
                     tokens=len(chunk),
                     found=found[i],
-                    hit=bool(seen) and not reasons[i],
-                    reason=reason,
+                    hit=not reason,
+                    reason=reason or ("partial" if found[owner] < len(chunk) else ""),
                 )
-                self.report.chunks.append(use)
-                if self.cache.strict and not use.hit:
+                self.uses.append(use)
+                if self.cache.strict and not use.hit and (owner not in seen or reasons[owner]):
                     raise ChunkMissError(f"chunk {i} of row {b} ({len(chunk)} tokens) cannot be used: {reason}")
         self.report.tokens = int(real.sum())
         self._chunk_total = sum(span.length for row in self.spans for span, _ in row)
@@ -180,10 +198,28 @@ class Blend:
             kept.append((row[chosen | ~candidate], at[chosen | ~candidate]))
         width = max(1, max(len(row) for row, _ in kept))
         rows, keep = (np.stack([_left_pad(pair[i], width) for pair in kept]) for i in (0, 1))
+        self._set_rows(rows, device)
+        return torch.from_numpy(keep).to(device)
+
+    def wants_last_only(self, layer_idx: int) -> bool:
+        """Whether this is the last layer of a narrowed forward, whose output is read for the last rows only.
+
+        Of the others only keys and values are wanted there: one probe instead of a layer.
+        """
+        last = layer_idx == len(self.facts.rotations) - 1
+        return last and self.rows is not None and not self.reads_all and self.rows.shape[1] > self._outputs
+
+    def select_last(self) -> Tensor:
+        """Keeps the last rows, those whose logits are wanted: `[B, outputs]` indices into the current rows."""
+        assert self.rows is not None
+        width, device = self.rows.shape[1], self.rows.device
+        self._set_rows(self.rows[:, -self._outputs :].cpu().numpy(), device)
+        return torch.arange(width - self._outputs, width, device=device).expand(len(self.spans), -1)
+
+    def _set_rows(self, rows: np.ndarray, device: torch.device) -> None:
         self.rows = torch.from_numpy(rows).to(device)
         self._last = rows.max(0)
         self._masks.clear()
-        return torch.from_numpy(keep).to(device)
 
     def row_mask(self, lazy: LazyMask) -> RowMask:
         """The mask of the current rows for a layer that would have been given `lazy`."""
@@ -209,7 +245,7 @@ class Blend:
         """`[B, S]` squared distances of fresh from stored keys and values, as far as the selector wants them."""
         layer = self.cache.blended[layer_idx]
         self._place(layer_idx, keys, values)
-        self._probed[layer_idx] = self._chunk_rows()
+        self._probed[layer_idx] = self._chunk_rows(self.rows)
         distances: dict[str, Tensor | None] = {"k": None, "v": None}
         for source, fresh, buffer in (("k", keys, layer._keys), ("v", values, layer._values)):
             if source in self.cache.selector.sources:
@@ -230,8 +266,9 @@ class Blend:
         Returns:
             `[B, H, T, D]` and `[B, H, T, Dv]` of the whole prompt.
         """
-        layer = self.cache.blended[layer_idx]
-        self.rows_by_layer.append(self.rows)
+        layer, keys, values = self.cache.blended[layer_idx], keys.detach(), values.detach()
+        if layer_idx == len(self.rows_by_layer):
+            self.rows_by_layer.append(self.rows)
         if self.rows is None:
             if layer_idx not in self._placed:
                 layer.allocate(keys, values, self.length)
@@ -254,12 +291,12 @@ class Blend:
             rotation = self.facts.rotations[layer_idx]
             angles = self._angles_of(rotation, device)
             for b, row in enumerate(self.spans):
-                for span, chunk in row:
-                    here, there = slice(span.start, span.stop), slice(span.offset, span.offset + span.length)
-                    stored = chunk.keys[layer_idx][None, :, there].to(device, non_blocking=True)
+                for run in _runs(row):
+                    here = slice(run[0][0].start, run[-1][0].stop)
+                    stored = _join([span.of(chunk.keys[layer_idx]) for span, chunk in run], device)
                     turn = None if angles is None else (angles[0][b : b + 1, :, here], angles[1][b : b + 1, :, here])
-                    rotation.rotate(stored, turn, out=to_keys[b : b + 1, :, here])
-                    to_values[b, :, here].copy_(chunk.values[layer_idx][:, there], non_blocking=True)
+                    rotation.rotate(stored[None], turn, out=to_keys[b : b + 1, :, here])
+                    to_values[b, :, here] = _join([span.of(chunk.values[layer_idx]) for span, chunk in run], device)
 
     def _angles_of(self, rotation: Rotation, device: torch.device) -> tuple[Tensor, Tensor] | None:
         if (rotation, device) not in self._angles:
@@ -269,30 +306,34 @@ class Blend:
 
     # -- after the last layer ---------------------------------------------------------------------------------------
 
-    def _chunk_rows(self) -> int:
-        """Chunk tokens among the current rows, over the batch."""
-        if self.rows is None:
+    def _chunk_rows(self, rows: Tensor | None) -> int:
+        """Chunk tokens among rows `[B, S]` (None: all), over the batch."""
+        if rows is None:
             return self._chunk_total
-        rows = self.rows.cpu().numpy()
-        return sum(int((~self._fresh[b][np.unique(row)]).sum()) for b, row in enumerate(rows))
+        return sum(int((~self._fresh[b][np.unique(row)]).sum()) for b, row in enumerate(rows.cpu().numpy()))
 
     def finish(self) -> None:
         """Writes the partition of rows and the cost into the report."""
+        fresh = self.report.tokens - self._chunk_total - self._missed_tokens
+        last_only = self.rows is not None and self.rows is not self.rows_by_layer[-1]
         counted: dict[int, int] = {}
         for i, rows in enumerate(self.rows_by_layer):
             if id(rows) not in counted:
-                self.rows = rows
-                counted[id(rows)] = self._chunk_rows()
+                counted[id(rows)] = self._chunk_rows(rows)
             computed = counted[id(rows)]
             self.report.layers.append(
                 LayerRows(
                     reused=self._chunk_total - computed,
                     recomputed=computed,
-                    fresh=self.report.tokens - self._chunk_total - self._missed_tokens,
+                    fresh=fresh,
                     missed=self._missed_tokens,
                     probed=self._probed.get(i, 0),
+                    through=computed + fresh + self._missed_tokens,
                 )
             )
+        last = self.report.layers[-1]
+        if last_only:
+            last.through = self._outputs * len(self.spans)
         if self.facts.shape is not None:
             spent = [
                 flops.LayerRows(full=layer.recomputed)
@@ -300,6 +341,8 @@ class Blend:
                 else flops.LayerRows(probed=layer.probed, selected=layer.recomputed)
                 for rows, layer in zip(self.rows_by_layer, self.report.layers, strict=True)
             ]
+            if last_only:
+                spent[-1] = flops.LayerRows(probed=max(last.probed, last.recomputed))
             self.report.charged_budget = flops.charged_budget(self.facts.shape, spent, self._chunk_total)
         self.report.cache_bytes = sum(t.nbytes for la in self.cache.blended for t in (la._keys, la._values))
 
@@ -320,6 +363,23 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
         return x.index_select(1, index[0])
     batch = torch.arange(index.shape[0], device=x.device)[:, None] if x.shape[0] > 1 else torch.zeros_like(index)
     return x[batch, index]
+
+
+def _runs(row: list[tuple[Span, ChunkCache]]) -> list[list[tuple[Span, ChunkCache]]]:
+    """Spans that follow each other without a gap, together: placed at once."""
+    runs: list[list[tuple[Span, ChunkCache]]] = []
+    for span, chunk in row:
+        if runs and runs[-1][-1][0].stop == span.start:
+            runs[-1].append((span, chunk))
+        else:
+            runs.append([(span, chunk)])
+    return runs
+
+
+def _join(parts: list[Tensor], device: torch.device) -> Tensor:
+    """`[H, n, D]` parts joined along tokens, on a device."""
+    here = [part.to(device, non_blocking=True) for part in parts]
+    return here[0] if len(here) == 1 else torch.cat(here, dim=1)
 
 
 def _gather(buffer: Tensor, rows: Tensor) -> Tensor:

@@ -61,6 +61,7 @@ class BlendedLayer(CacheLayerMixin):
         """Appends `[B, H, n, D]` states; returns all keys and values."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        key_states, value_states = key_states.detach(), value_states.detach()
         start, stop = self.length, self.length + key_states.shape[-2]
         if stop > self._keys.shape[2]:
             old_keys, old_values = self._keys[:, :, :start], self._values[:, :, :start]
@@ -162,7 +163,8 @@ class BlendedCache(Cache):
         self.reserve = reserve
         self.report = BlendReport(selector=self.selector.name, schedule=dict(self.schedule))
         self.ids: Tensor | None = None
-        self.logits_to_keep = 1
+        self.logits_to_keep: int | None = None
+        self.mask_length: int | None = None
         self._blend: Blend | None = None
         self._failed = False
 
@@ -224,7 +226,10 @@ class BlendedCache(Cache):
         """
         self.check_usable()
         held, given = self.get_seq_length(), input_ids.shape[1]
-        masked = attention_mask.shape[1] if attention_mask is not None and attention_mask.ndim == 2 else given
+        masked, self.mask_length = self.mask_length, None  # what `generate` was given, seen once
+        if attention_mask is not None and attention_mask.ndim == 2:
+            masked = attention_mask.shape[1]
+        masked = given if masked is None else masked
         if masked not in (given, held + given):
             raise ValueError(
                 f"input_ids have {given} tokens, attention_mask {masked}, the cache {held}: pass the ids of the whole "

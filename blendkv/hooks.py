@@ -7,7 +7,7 @@ computed, and a hook after the decoder puts the outputs back where they belong. 
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from blendkv.chunk import model_fingerprint, weights_version
 from blendkv.errors import CacheStateError, NotAttachedError, UnsupportedModelError
 
 _STATE = "_blendkv_attachment"
+_OUTPUTS = ("hidden_states", "attentions")
 
 
 class _Stop(Exception):
@@ -41,15 +42,15 @@ class _Probe(Cache):
         raise _Stop(key_states, value_states)
 
 
-def stopped_pass(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def stopped_pass(layer: nn.Module, hidden: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Fresh keys and values of a decoder layer, without its attention, output projection and MLP.
 
     Calls `layer.forward`, not `layer(...)`, so that hooks of others do not run twice.
 
     Args:
         layer: a decoder layer.
-        args: its positional arguments.
-        kwargs: its keyword arguments; the cache among them is replaced.
+        hidden: `[B, S, D]` hidden states of the rows that are wanted.
+        kwargs: the layer's other arguments, for those rows; the cache among them is replaced.
 
     Returns:
         `[B, H, S, D]` keys, rotated by the model, and `[B, H, S, Dv]` values.
@@ -57,7 +58,7 @@ def stopped_pass(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple
     cache = {_compat.cache_keyword(layer.forward): _Probe()}
     kwargs = {k: v for k, v in kwargs.items() if k not in _compat.CACHE_NAMES} | cache
     try:
-        layer.forward(*args, **kwargs)
+        layer.forward(hidden, **kwargs)
     except _Stop as stop:
         return stop.states
     raise UnsupportedModelError(f"{type(layer).__name__} never updates its cache: it has no keys and values to blend")
@@ -71,10 +72,10 @@ class Attachment:
     decoder: Any
     layers: list[nn.Module]
     learnt: ModelFacts | None = None
-    version: tuple = ()
+    fingerprints: dict = field(default_factory=dict)
     handles: tuple = ()
-    implementations: tuple = ()
-    unwrap: Any = None
+    configs: tuple = ()
+    wrapped: tuple[str, ...] = ()
 
     @property
     def config(self) -> Any:
@@ -91,10 +92,11 @@ class Attachment:
         if self.learnt is None:
             raise NotAttachedError("call blendkv.attach(model) first")
         version = weights_version(self.model)
-        if version != self.version:
-            self.version = version
-            self.learnt = replace(self.learnt, fingerprint=model_fingerprint(self.model))
-        return self.learnt
+        if version not in self.fingerprints:
+            if len(self.fingerprints) >= 16:  # an adapter that is switched to and fro is looked up, not read again
+                self.fingerprints.clear()
+            self.fingerprints[version] = model_fingerprint(self.model)
+        return replace(self.learnt, fingerprint=self.fingerprints[version])
 
 
 def unwrapped(model: Any) -> Any:
@@ -139,37 +141,53 @@ def attach(model: Any) -> Any:
     Raises:
         UnsupportedModelError: if a check fails or a layer type is known to be impossible, with the reason; the model is
             left as it was.
+        ValueError: if the model is in training mode.
     """
     from blendkv import proof
 
-    model = unwrapped(model)
-    state = model.__dict__.get(_STATE)
+    inner = unwrapped(model)
+    state = inner.__dict__.get(_STATE)
     if state is not None:
         _switch_attention(state)
         return model
-    proof.refuse_impossible(model)
-    decoder, layers = find_layers(model)
-    state = Attachment(model, decoder, layers)
+    proof.refuse_impossible(inner)
+    require_eval(inner)
+    decoder, layers = find_layers(inner)
+    if _STATE in decoder.__dict__:  # the decoder was attached alone before
+        detach(decoder)
+    state = Attachment(inner, decoder, layers)
     install(state)
     try:
-        state.learnt = proof.learn(state)
         proof.require(state)
     except BaseException:
-        detach(model)
+        detach(inner)
         raise
     return model
 
 
+def require_eval(model: Any) -> None:
+    """Refuses a model in training mode: dropout would make stored and fresh states differ.
+
+    Raises:
+        ValueError: with what to do.
+    """
+    if model.training:
+        raise ValueError("blendkv is for inference: call model.eval() first")
+
+
 def detach(model: Any) -> Any:
     """Removes every trace of `attach`; idempotent."""
-    model = unwrapped(model)
-    state = model.__dict__.pop(_STATE, None)
-    if state is not None:
-        for handle in state.handles:
-            handle.remove()
-        for config, name in state.implementations:
-            config._attn_implementation_internal = name
-        state.unwrap()
+    state = unwrapped(model).__dict__.get(_STATE)
+    if state is None:
+        return model
+    for handle in state.handles:
+        handle.remove()
+    for config in state.configs:
+        config._attn_implementation_internal = config._attn_implementation.removeprefix(attention.PREFIX)
+    for owner in (state.model, state.decoder):
+        owner.__dict__.pop(_STATE, None)
+    for name in state.wrapped:
+        state.model.__dict__.pop(name, None)
     return model
 
 
@@ -195,24 +213,23 @@ def find_layers(model: Any) -> tuple[Any, list[nn.Module]]:
 def install(state: Attachment) -> None:
     """Puts hooks and wrappers on a model and switches its attention implementation."""
     model, decoder = state.model, state.decoder
-    handles = [decoder.register_forward_pre_hook(_before_decoder, with_kwargs=True)]
+    handles = [decoder.register_forward_pre_hook(partial(_before_decoder, state), with_kwargs=True)]
     if model is not decoder:
         handles.append(model.register_forward_pre_hook(_before_model, with_kwargs=True))
     for i, layer in enumerate(state.layers):
         handles.append(layer.register_forward_pre_hook(partial(_before_layer, i), with_kwargs=True))
     handles.append(decoder.register_forward_hook(_after_decoder, with_kwargs=True, always_call=True))
     state.handles = tuple(handles)
-    state.unwrap = _compat.wrap_generation(model, _check_inputs, _check_generation)
+    state.wrapped = _compat.wrap_generation(model, _check_inputs, _check_generation)
     found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-    configs = {id(config): config for config in found if getattr(config, "_attn_implementation", None)}
-    state.implementations = tuple((config, config._attn_implementation) for config in configs.values())
+    state.configs = tuple({id(c): c for c in found if getattr(c, "_attn_implementation", None)}.values())
     model.__dict__[_STATE] = state
     decoder.__dict__[_STATE] = state
     _switch_attention(state)
 
 
 def _switch_attention(state: Attachment) -> None:
-    for config, _ in state.implementations:
+    for config in state.configs:
         name = config._attn_implementation
         if not name.startswith(attention.PREFIX):
             config._attn_implementation_internal = attention.register(name)
@@ -226,8 +243,11 @@ def _check_inputs(input_ids: Tensor, attention_mask: Tensor | None, cache: Any) 
         cache.check_continues(input_ids, attention_mask)
 
 
-def _check_generation(config: Any, cache: Any) -> None:
-    if isinstance(cache, BlendedCache) and getattr(config, "prefill_chunk_size", None) is not None:
+def _check_generation(config: Any, cache: Any, mask_length: int | None) -> None:
+    if not isinstance(cache, BlendedCache):
+        return
+    cache.mask_length = mask_length
+    if getattr(config, "prefill_chunk_size", None) is not None:
         raise ValueError(
             "prefill_chunk_size cuts the prompt before a BlendedCache sees it, so chunks could not be found; leave it "
             "out: a blend computes few rows anyway"
@@ -238,57 +258,62 @@ def _check_generation(config: Any, cache: Any) -> None:
 
 
 def _before_model(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Notes which logits the caller wants: those rows are always computed."""
+    """Notes how many last logits the caller wants (None: nothing is known): those rows are always computed."""
     cache = _compat.cache_in(args, kwargs)
     if not isinstance(cache, BlendedCache):
         return
     if kwargs.get("labels") is not None:
         raise ValueError("a BlendedCache has no logits for reused tokens, so there is no loss: leave out labels")
-    keep = kwargs.get("logits_to_keep", 1)
-    cache.logits_to_keep = max(1, keep) if isinstance(keep, int) else 1
+    keep = kwargs.get("logits_to_keep", 0)
     if isinstance(keep, Tensor):
-        length = kwargs["input_ids"].shape[1] if kwargs.get("input_ids") is not None else args[0].shape[1]
-        cache.logits_to_keep = length - int(keep.min()) if keep.numel() else 1
+        ids = _compat.bind_arguments(model.forward, args, kwargs).get("input_ids")
+        keep = ids.shape[1] - int(keep.min()) if ids is not None and keep.numel() else 0
+    cache.logits_to_keep = keep or None
 
 
-def _before_decoder(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]):
+def _before_decoder(state: Attachment, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]):
     """Starts the blend of an empty `BlendedCache`, or records the ids that a filled one is given."""
     cache = _compat.cache_in(args, kwargs)
     if not isinstance(cache, BlendedCache):
         return None
     cache.check_usable()
-    state: Attachment = decoder.__dict__[_STATE]
     named = _compat.bind_arguments(decoder.forward, args, kwargs)
     mask = named.get("attention_mask")
-    ids = _checked_ids(decoder, cache, named.get("input_ids"), mask)
+    ids = _checked_ids(state, cache, named.get("input_ids"), mask)
     if cache.is_filled:
         cache.record(ids)
         return None
     position_ids = named.get("position_ids")
     if position_ids is None:
         position_ids = torch.arange(ids.shape[1], device=ids.device)[None]
+    if position_ids.shape[-1] != ids.shape[1]:
+        raise ValueError(f"{ids.shape[1]} input_ids, but position_ids for {position_ids.shape[-1]}: pass one for each")
     visible = None if mask is None or bool(mask.bool().all()) else mask.bool()
-    cache.layers = [BlendedLayer(cache.reserve) for _ in state.layers]
-    cache._failed = True  # until the forward has ended well
     blend = Blend(cache, state.facts, ids, position_ids.expand(ids.shape), visible)
-    _warn_if_nothing_found(cache, ids)
-    cache._blend = blend
+    asked = (named.get(f"output_{what}", getattr(state.config, f"output_{what}", False)) for what in _OUTPUTS)
+    blend.reads_all = cache.logits_to_keep is None or any(asked)
+    _warn_if_nothing_found(blend)
+    cache.layers = [BlendedLayer(cache.reserve) for _ in state.layers]
+    cache._blend, cache._failed = blend, True  # until the forward has ended well
     blend.begin()
     named["position_ids"] = position_ids
     return (), named
 
 
-def _checked_ids(decoder: Any, cache: BlendedCache, ids: Tensor | None, mask: Any) -> Tensor:
+def _checked_ids(state: Attachment, cache: BlendedCache, ids: Tensor | None, mask: Any) -> Tensor:
     """The ids of a forward, or an error for what a blend cannot do, before anything is computed."""
     if ids is None:
         raise ValueError("a BlendedCache finds its chunks in input_ids: pass those, not inputs_embeds")
-    if decoder.training:
-        raise ValueError("a BlendedCache is for inference: call model.eval() first")
-    if not decoder.config._attn_implementation.startswith(attention.PREFIX):
+    require_eval(state.decoder)
+    implementation = state.decoder.config._attn_implementation
+    if not implementation.startswith(attention.PREFIX):
         raise NotAttachedError(
-            f"the attention implementation was changed to {decoder.config._attn_implementation!r} after attach: call "
+            f"the attention implementation was changed to {implementation!r} after attach: call "
             "blendkv.attach(model) again"
         )
+    beyond = [layer for layer in cache.schedule if layer >= len(state.layers)]
+    if beyond:
+        raise ValueError(f"check_layers names layer {beyond[0]}, but the model's last is {len(state.layers) - 1}")
     if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
         raise ValueError("pass attention_mask as [batch, tokens]: a ready-made 4D mask cannot be narrowed exactly")
     held = cache.get_seq_length()
@@ -300,13 +325,13 @@ def _checked_ids(decoder: Any, cache: BlendedCache, ids: Tensor | None, mask: An
     return ids
 
 
-def _warn_if_nothing_found(cache: BlendedCache, ids: Tensor) -> None:
-    if any(use.found for use in cache.report.chunks):
+def _warn_if_nothing_found(blend: Blend) -> None:
+    if not blend.uses or any(use.found for use in blend.uses):
         return
-    longest_row = max((sum(map(len, row)) for row in cache.chunks), default=0)
-    if longest_row > ids.shape[1]:
+    longest_row = max((sum(map(len, row)) for row in blend.cache.chunks), default=0)
+    if longest_row > blend.length:
         raise CacheStateError(
-            f"none of the chunks ({longest_row} tokens) is in the {ids.shape[1]} input_ids: a BlendedCache wants the "
+            f"none of the chunks ({longest_row} tokens) is in the {blend.length} input_ids: a BlendedCache wants the "
             "ids of the whole prompt, chunks included, not only the new ones"
         )
     warnings.warn(
@@ -314,7 +339,7 @@ def _warn_if_nothing_found(cache: BlendedCache, ids: Tensor) -> None:
         "(ChunkLibrary does), or compare tokenisers",
         stacklevel=2,
     )
-    cache.report.notes.append("no chunk was found in the prompt: plain prefill")
+    blend.report.notes.append("no chunk was found in the prompt: plain prefill")
 
 
 def _before_layer(layer_idx: int, layer: nn.Module, args: tuple, kwargs: dict[str, Any]):
@@ -323,17 +348,20 @@ def _before_layer(layer_idx: int, layer: nn.Module, args: tuple, kwargs: dict[st
     if not isinstance(cache, BlendedCache) or cache._blend is None:
         return None
     blend = cache._blend
-    hidden = args[0] if args else kwargs["hidden_states"]
-    kwargs = dict(kwargs)
+    kwargs = _compat.bind_arguments(layer.forward, args, kwargs)
+    hidden = kwargs.pop("hidden_states")
     rows = blend.rows
     narrowed = kwargs if rows is None else _narrow(kwargs, rows)
     if blend.wants_selection(layer_idx):
         with cache.report.clock.stage("select", hidden.device):
             fresh = ()
             if blend.wants_probe(layer_idx):
-                given = {k: v for k, v in narrowed.items() if k not in ("hidden_states", "attention_mask")}
-                fresh = stopped_pass(layer, (hidden,), given | {"attention_mask": None})
+                fresh = stopped_pass(layer, hidden, narrowed | {"attention_mask": None})
             hidden = take_rows(hidden, blend.select(layer_idx, *fresh))
+        narrowed = _narrow(kwargs, blend.rows)
+    if blend.wants_last_only(layer_idx):
+        blend.fill(layer_idx, *stopped_pass(layer, hidden, narrowed | {"attention_mask": None}))
+        hidden = take_rows(hidden, blend.select_last())
         narrowed = _narrow(kwargs, blend.rows)
     mask = kwargs.get("attention_mask")
     if not isinstance(mask, attention.LazyMask):
@@ -341,8 +369,7 @@ def _before_layer(layer_idx: int, layer: nn.Module, args: tuple, kwargs: dict[st
             f"layer {layer_idx} ({type(layer).__name__}) makes its own attention mask, which cannot be narrowed exactly"
         )
     narrowed["attention_mask"] = mask.dense() if blend.rows is None else blend.row_mask(mask)
-    narrowed.pop("hidden_states", None)
-    return (hidden, *args[1:]), narrowed
+    return (hidden,), narrowed
 
 
 def _narrow(kwargs: dict[str, Any], rows: Tensor) -> dict[str, Any]:
@@ -363,9 +390,9 @@ def _after_decoder(decoder: nn.Module, args: tuple, kwargs: dict[str, Any], outp
         return None
     blend, cache._blend = cache._blend, None
     blend.end()
-    if output is None or len(blend.rows_by_layer) != len(cache.layers):
+    if output is None or len(blend.rows_by_layer) != len(cache.layers):  # an error, or a layer that was skipped
         return None
-    last = blend.rows_by_layer[-1]
+    last = blend.rows
     blend.finish()
     cache._failed = False
     cache.record(blend.ids)
@@ -375,6 +402,11 @@ def _after_decoder(decoder: nn.Module, args: tuple, kwargs: dict[str, Any], outp
     if getattr(output, "hidden_states", None) is not None:
         rows = [blend.rows_by_layer[0], *blend.rows_by_layer]
         output.hidden_states = tuple(blend.expand(h, r) for h, r in zip(output.hidden_states, rows, strict=False))
+    if getattr(output, "router_logits", None) is not None:
+        output.router_logits = tuple(
+            blend.expand(scores.unflatten(0, (len(blend.spans), -1)), blend.rows_by_layer[0]).flatten(0, 1)
+            for scores in output.router_logits
+        )
     if getattr(output, "attentions", None) is not None:
         output.attentions = tuple(
             a if a is None else blend.expand(a.transpose(1, 2), r).transpose(1, 2)

@@ -16,7 +16,7 @@ from blendkv.cache import BlendedCache, Chunk
 from blendkv.chunk import ChunkCache, MissingChunk, chunk_key, tokenizer_fingerprint
 from blendkv.errors import ChunkMissError
 from blendkv.hooks import attach, attachment_of
-from blendkv.prefilling import BATCH_TOKENS, encode, prefill, split_text
+from blendkv.prefilling import BATCH_TOKENS, TOKENIZER_LOCK, encode, prefill, split_text
 from blendkv.report import BlendReport
 from blendkv.selectors import Selector
 from blendkv.stores import Pool, open_pool
@@ -171,6 +171,7 @@ class ChunkLibrary:
             chunks = self._chunks(prompt, report, options["strict"])
         cache = BlendedCache(chunks, **options)
         cache.report.clock, cache.report.put_failures = report.clock, report.put_failures
+        cache.report.prefilled_tokens, cache.report.notes = report.prefilled_tokens, report.notes
         ids = torch.tensor([prompt.ids], device=next(self.model.parameters()).device)
         return BlendedInputs({"input_ids": ids, "attention_mask": torch.ones_like(ids), _compat.CACHE_ARG: cache})
 
@@ -186,7 +187,8 @@ class ChunkLibrary:
         """
         pieces = [piece for text in _texts(documents) for piece in self._document(text)]
         conditioning = self._conditioning(self._frame(system)[0])
-        chunks = self._from_store([(p, conditioning) for p in pieces], BlendReport(), strict=False, compute=True)
+        wanted = [(piece, conditioning) for piece in pieces]
+        chunks = self._from_store(wanted, BlendReport(), self.options["strict"], compute=True)
         return [chunk for chunk in chunks if isinstance(chunk, ChunkCache)]
 
     def assemble(self, documents: Iterable[Any], question: str, system: str | None = None) -> Prompt:
@@ -237,7 +239,8 @@ class ChunkLibrary:
 
     def _adds_bos(self) -> bool:
         bos = self.tokenizer.bos_token_id
-        return bos is not None and self.tokenizer("a")["input_ids"][:1] == [bos]
+        with TOKENIZER_LOCK:
+            return bos is not None and self.tokenizer("a")["input_ids"][:1] == [bos]
 
     def _document(self, text: str) -> list[Piece]:
         return [self._plain(part, "chunk") for part in split_text(self.tokenizer, text, self.chunk_tokens)]
@@ -247,7 +250,8 @@ class ChunkLibrary:
 
     def _special(self, text: str, kind: Literal["head", "text"]) -> Piece:
         """A part of the template, whose special tokens are meant."""
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else ()
+        with TOKENIZER_LOCK:
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else ()
         return Piece(text, tuple(ids), kind)
 
     # -- chunks -----------------------------------------------------------------------------------------------------
@@ -278,7 +282,7 @@ class ChunkLibrary:
         lacking: dict[str, tuple[Piece, tuple[int, ...]]] = {}
         for key, (piece, conditioning) in zip(keys, wanted, strict=True):
             if key not in have and key not in lacking:
-                chunk = self._checked(self.pool.get(key), piece, fingerprint, conditioning)
+                chunk = self._checked(self._get(key, report), piece, fingerprint, conditioning)
                 if chunk is None:
                     lacking[key] = piece, conditioning
                 else:
@@ -288,15 +292,34 @@ class ChunkLibrary:
             lacking = {}
         for conditioning in dict.fromkeys(c for _, c in lacking.values()):
             group = {key: piece for key, (piece, c) in lacking.items() if c == conditioning}
-            for key, chunk in zip(group, self._compute(list(group.values()), conditioning), strict=True):
+            with report.clock.stage("prefill"):
+                made = self._compute(list(group.values()), conditioning)
+            report.prefilled_tokens += sum(map(len, made))
+            for key, chunk in zip(group, made, strict=True):
                 have[key] = chunk
-                report.put_failures += not self.pool.put(chunk)
+                report.put_failures += not self._put(chunk, report)
         if strict and report.put_failures:
             raise ChunkMissError(
                 f"{report.put_failures} chunks could not be stored: give the pool more than "
                 f"{self.pool.capacity_bytes:,} bytes, or use strict=False"
             )
         return [have[key] for key in keys]
+
+    def _get(self, key: str, report: BlendReport) -> ChunkCache | None:
+        """What the store has; a store that fails has nothing."""
+        try:
+            return self.pool.get(key)
+        except Exception as error:
+            report.notes.append(f"the store failed to get a chunk, which was computed instead: {error!r}")
+            return None
+
+    def _put(self, chunk: ChunkCache, report: BlendReport) -> bool:
+        """Whether the store kept a chunk; one that fails did not."""
+        try:
+            return self.pool.put(chunk)
+        except Exception as error:
+            report.notes.append(f"the store failed to keep a chunk: {error!r}")
+            return False
 
     def _checked(
         self, chunk: ChunkCache | None, piece: Piece, fingerprint: str, conditioning: tuple[int, ...]
@@ -314,6 +337,7 @@ class ChunkLibrary:
         return chunk if same else None
 
     def _compute(self, pieces: list[Piece], conditioning: tuple[int, ...]) -> list[ChunkCache]:
+        """Chunks of pieces that were not in the store."""
         with self._lock:  # one prefill at a time: two threads would compute the same chunks twice
             made = prefill(
                 self.model,

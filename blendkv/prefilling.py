@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,9 +14,11 @@ from transformers.cache_utils import DynamicCache
 
 from blendkv import _compat
 from blendkv.chunk import ChunkCache, tokenizer_fingerprint
-from blendkv.hooks import Attachment, attach, attachment_of
+from blendkv.hooks import Attachment, attach, attachment_of, require_eval
 from blendkv.prompt import as_array
 
+TOKENIZER_LOCK = threading.RLock()
+"""Held around every call of a tokenizer."""
 BATCH_TOKENS = 4096
 """Most tokens (padding included) of one forward."""
 _SENTENCE_END = re.compile("(?<=[.!?\u3002\uff01\uff1f])[\"'\u201d\u2019)\\]]*\\s+|\n+|(?<=[\u3002\uff01\uff1f])")
@@ -54,6 +57,7 @@ def prefill(
         UnsupportedModelError: if the model cannot be blended.
     """
     state = attachment_of(attach(model))
+    require_eval(state.decoder)
     texts = [chunk if isinstance(chunk, str) else None for chunk in chunks]
     ids = [torch.from_numpy(as_array(_to_ids(chunk, tokenizer))) for chunk in chunks]
     for i, row in enumerate(ids):
@@ -127,8 +131,12 @@ def batches(lengths: Sequence[int], batch_tokens: int, front: int = 0) -> Iterat
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Ids of a text as it stands: nothing added, and text that looks like a special token stays text."""
-    return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    """Ids of a text as it stands: nothing added, and text that looks like a special token stays text.
+
+    One thread at a time: whether special tokens are split is a state of the tokenizer.
+    """
+    with TOKENIZER_LOCK:
+        return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
 
 def split_text(tokenizer: Any, text: str, chunk_tokens: int) -> list[str]:

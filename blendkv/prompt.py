@@ -36,6 +36,10 @@ class Span:
         """One past the last prompt index."""
         return self.start + self.length
 
+    def of(self, states: Tensor) -> Tensor:
+        """The tokens of this span in the chunk's states `[H, T, D]`: `[H, length, D]`."""
+        return states[:, self.offset : self.offset + self.length]
+
     def cut(self, stop: int) -> Span | None:
         """The part of this span before prompt index `stop`, or None."""
         length = min(self.length, stop - self.start)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-STAGES = ("load", "decode", "place", "select", "recompute")
+STAGES = ("load", "prefill", "decode", "place", "select", "recompute")
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,16 @@ class ChunkUse:
 
 @dataclass
 class LayerRows:
-    """The prompt's tokens in one layer, by origin; the four add up to `BlendReport.tokens`.
+    """The prompt's tokens in one layer, by origin of their keys and values; the four add up to `BlendReport.tokens`.
 
     Attributes:
-        reused: stored keys and values.
-        recomputed: chunk tokens computed although stored.
+        reused: stored.
+        recomputed: chunk tokens, computed although stored.
         fresh: question, template and other text, always computed.
-        missed: chunk tokens computed because nothing usable was stored.
+        missed: chunk tokens, computed because nothing usable was stored.
         probed: chunk tokens whose keys and values were computed here for comparison (not part of the sum).
+        through: tokens that ran through the whole layer, attention and MLP: all that were computed, but in the last
+            layer of a `generate` only those whose logits are wanted (nobody reads the output of the others).
     """
 
     reused: int
@@ -55,6 +57,7 @@ class LayerRows:
     fresh: int
     missed: int
     probed: int = 0
+    through: int = 0
 
 
 @dataclass
@@ -71,6 +74,8 @@ class BlendReport:
             model's layers could not be counted.
         chunk_bytes: stored keys and values placed into this prompt.
         cache_bytes: buffers allocated for the prompt's keys and values.
+        put_failures: chunks that the store did not keep.
+        prefilled_tokens: chunk tokens computed for this prompt because the store did not have them.
         notes: remarks for the reader (fallbacks taken).
     """
 
@@ -83,12 +88,13 @@ class BlendReport:
     chunk_bytes: int = 0
     cache_bytes: int = 0
     put_failures: int = 0
+    prefilled_tokens: int = 0
     notes: list[str] = field(default_factory=list)
     clock: Clock = field(default_factory=lambda: Clock(), repr=False)
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds by stage: load, decode, place, select, recompute."""
+        """Seconds by stage: load, prefill (of missing chunks), decode, place, select, recompute (the rest)."""
         return self.clock.seconds()
 
     @property
@@ -127,6 +133,7 @@ class BlendReport:
             "chunk_bytes": self.chunk_bytes,
             "cache_bytes": self.cache_bytes,
             "put_failures": self.put_failures,
+            "prefilled_tokens": self.prefilled_tokens,
             "seconds": self.seconds,
             "misses": self.misses,
             "layers": [asdict(layer) for layer in self.layers],
@@ -151,6 +158,8 @@ class BlendReport:
         ]
         if self.misses:
             rows.append(("misses", ", ".join(f"{n} tokens {reason}" for reason, n in self.misses.items())))
+        if self.prefilled_tokens:
+            rows.append(("prefilled", f"{self.prefilled_tokens:,} tokens that the store did not have"))
         if self.put_failures:
             rows.append(("not stored", f"{self.put_failures} chunks"))
         return rows + [("note", note) for note in self.notes]
@@ -170,18 +179,25 @@ class BlendReport:
         if not self.layers:
             return "BlendReport: nothing was blended yet (it is filled by the first forward)"
         lines = [f"{name:<15} {value}" for name, value in self._summary()]
-        lines += ["", f"{'layers':<10}{'reused':>9}{'recomputed':>12}{'fresh':>8}{'missed':>8}{'probed':>8}"]
+        lines += [
+            "",
+            f"{'layers':<10}{'reused':>9}{'recomputed':>12}{'fresh':>8}{'missed':>8}{'probed':>8}{'through':>9}",
+        ]
         for name, r in self._layer_runs():
-            lines.append(f"{name:<10}{r.reused:>9,}{r.recomputed:>12,}{r.fresh:>8,}{r.missed:>8,}{r.probed:>8,}")
+            lines.append(
+                f"{name:<10}{r.reused:>9,}{r.recomputed:>12,}{r.fresh:>8,}{r.missed:>8,}{r.probed:>8,}{r.through:>9,}"
+            )
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         """The same two tables for a notebook."""
         cells = "".join(f"<tr><th>{html.escape(n)}</th><td>{html.escape(v)}</td></tr>" for n, v in self._summary())
-        head = "".join(f"<th>{h}</th>" for h in ("layers", "reused", "recomputed", "fresh", "missed", "probed"))
+        head = "".join(
+            f"<th>{h}</th>" for h in ("layers", "reused", "recomputed", "fresh", "missed", "probed", "through")
+        )
         body = "".join(
             f"<tr><td>{name}</td>"
-            + "".join(f"<td>{n:,}</td>" for n in (r.reused, r.recomputed, r.fresh, r.missed, r.probed))
+            + "".join(f"<td>{n:,}</td>" for n in (r.reused, r.recomputed, r.fresh, r.missed, r.probed, r.through))
             + "</tr>"
             for name, r in self._layer_runs()
         )
@@ -189,40 +205,48 @@ class BlendReport:
 
 
 class Clock:
-    """Seconds by stage. On CUDA, device time between events, read only when asked for."""
+    """Seconds by stage. A stage inside another counts for itself alone. On CUDA, device time, read when asked for."""
 
     def __init__(self) -> None:
         self._host: dict[str, float] = {}
-        self._events: list[tuple[str, Any, Any]] = []
+        self._events: list[tuple[str, str | None, Any, Any]] = []
+        self._inside: list[str] = []
 
     @contextmanager
     def stage(self, name: str, device: torch.device | None = None) -> Generator[None]:
-        """Adds the time of a block to a stage."""
-        if device is not None and device.type == "cuda":
-            with torch.cuda.device(device):
-                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
+        """Adds the time of a block to a stage, and takes it from the stage around it."""
+        around = self._inside[-1] if self._inside else None
+        self._inside.append(name)
+        on_cuda = device is not None and device.type == "cuda"
+        try:
+            if on_cuda:
+                with torch.cuda.device(device):
+                    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    start.record()
+                    try:
+                        yield
+                    finally:
+                        stop.record()
+                        self._events.append((name, around, start, stop))
+            else:
+                begin = time.perf_counter()
                 try:
                     yield
                 finally:
-                    stop.record()
-                    self._events.append((name, start, stop))
-            return
-        begin = time.perf_counter()
-        try:
-            yield
+                    self._add(name, around, time.perf_counter() - begin, self._host)
         finally:
-            self.add(name, time.perf_counter() - begin)
-
-    def add(self, name: str, seconds: float) -> None:
-        """Adds host seconds to a stage."""
-        self._host[name] = self._host.get(name, 0.0) + seconds
+            self._inside.pop()
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of every stage; `recompute` is the whole forward less placing and selecting."""
-        total = dict.fromkeys((*STAGES, "forward"), 0.0) | self._host
-        for name, start, stop in self._events:
+        """Seconds of every stage so far."""
+        total = dict.fromkeys(STAGES, 0.0) | self._host
+        for name, around, start, stop in self._events:
             stop.synchronize()
-            total[name] = total.get(name, 0.0) + start.elapsed_time(stop) / 1e3
-        total["recompute"] = max(0.0, total.pop("forward") - total["place"] - total["select"])
-        return total
+            self._add(name, around, start.elapsed_time(stop) / 1e3, total)
+        return {name: max(0.0, seconds) for name, seconds in total.items()}
+
+    @staticmethod
+    def _add(name: str, around: str | None, seconds: float, total: dict[str, float]) -> None:
+        total[name] = total.get(name, 0.0) + seconds
+        if around is not None:
+            total[around] = total.get(around, 0.0) - seconds

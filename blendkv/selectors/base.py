@@ -39,7 +39,6 @@ class Selector(ABC):
             "deviation" if `k_deviation` and `v_deviation` at the check layer are wanted (every layer before it runs
             for all rows).
         sources: which of the two, "kv" or only "k" or "v"; the other stays None.
-        sources: which of them, "k", "v" or both; the other stays None.
         ratio: overrides the cache's `recompute_ratio` and schedule if not None.
     """
 
