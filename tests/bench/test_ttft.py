@@ -1,0 +1,129 @@
+"""The methods behind one interface, and the rows of `bench ttft`."""
+
+import pytest
+import torch
+
+from blendkv import flops
+from blendkv.bench.methods import METHODS, Blend, Case, Full, Prefix, Reuse, make_methods
+from blendkv.bench.ttft import TokenClock, decode_rate, random_case, require_exact, ttft_rows
+from blendkv.errors import BlendError
+
+FIELDS = {
+    "method", "ratio", "tokens", "device", "ttft_s", "speedup", "flop_limit", "achieved_of_limit", "charged_budget",
+    "peak_bytes", "decode_tokens_per_s",
+}  # fmt: skip
+
+
+@pytest.fixture
+def case(attached):
+    return random_case(attached("llama"), tokens=80, chunk_tokens=32, question_tokens=8)
+
+
+def test_a_random_case_is_chunks_and_a_question(case):
+    assert [len(chunk) for chunk in case.chunks] == [32, 32, 16]
+    assert case.tokens == 80
+    assert case.ids.shape == (1, 88)
+    assert case.ids[0, 80:].tolist() == list(case.question)
+
+
+@pytest.mark.parametrize("method", [Prefix(), Blend(1.0)], ids=["prefix", "ratio 1"])
+def test_exact_methods_answer_as_full_recompute_each_time_they_are_asked(case, method):
+    full = Full().prepare(case)(5, output_logits=True)
+    run = method.prepare(case)
+    for _ in range(2):
+        answer = run(5, output_logits=True)
+        assert answer.tokens.tolist() == full.tokens.tolist()
+        torch.testing.assert_close(answer.logits, full.logits, atol=1e-4, rtol=1e-4)
+    assert len(full.tokens) == 5
+    assert full.report is None
+
+
+def test_reuse_recomputes_nothing_and_says_so(case):
+    report = Reuse().prepare(case)(1).report
+    assert report.reused_tokens == 80
+    assert Reuse().charged_budget(case, report) == 0
+    assert report.layers[0].recomputed == 0
+
+
+def test_flop_limits_and_budgets(case):
+    shape = flops.model_shape(case.model)
+    assert Full().flop_limit(shape, case) == Full().charged_budget(case, None) == 1
+    assert Prefix().charged_budget(case, None) == pytest.approx(48 / 80)
+    rest = flops.full_flops(shape, 80, 8) - flops.full_flops(shape, 32) + shape.head_flops
+    assert Prefix().flop_limit(shape, case) == pytest.approx(flops.full_flops(shape, 80, 8) / rest)
+    assert Blend(0.15).flop_limit(shape, case) == flops.flop_limit(shape, 80, 8, 0.15)
+    assert Reuse().flop_limit(shape, case) == flops.flop_limit(shape, 80, 8, 0.0)
+    static = make_methods(["blend"], [0.15], "boundary")[0]
+    assert static.flop_limit(shape, case) == flops.flop_limit(shape, 80, 8, 0.15, static=True)
+    assert make_methods(["blend"], [0.15], "all")[0].flop_limit(shape, case) == pytest.approx(1)
+
+
+def test_methods_by_name():
+    assert [method.name for method in make_methods(METHODS, (0.1, 0.2))] == [*METHODS, "blend"]
+    with pytest.raises(ValueError, match="unknown method 'magic'"):
+        make_methods(["full", "magic"])
+    with pytest.raises(ValueError, match="outside"):
+        make_methods(["blend"], [1.2])
+    with pytest.raises(ValueError, match="unknown selector"):
+        make_methods(["blend"], [0.1], "magic")
+
+
+def test_rows(attached):
+    rows = ttft_rows(
+        attached("llama"), tokens=64, chunk_tokens=32, question_tokens=8, ratios=(0.1, 0.5), repeats=2, decode_tokens=3
+    )
+    assert [row["method"] for row in rows] == ["full", "prefix", "reuse", "blend", "blend"]
+    full = rows[0]
+    for row in rows:
+        assert set(row) >= FIELDS
+        assert len(row["all_ttft_s"]) == 2
+        assert row["ttft_s"] > 0
+        assert row["speedup"] == pytest.approx(full["ttft_s"] / row["ttft_s"])
+        assert row["achieved_of_limit"] == pytest.approx(row["speedup"] / row["flop_limit"])
+        assert (row["tokens"], row["device"]) == (64, "cpu")
+        assert row["peak_bytes"] >= 0
+        assert (row["decode_tokens_per_s"] is not None) == (row["method"] in ("full", "blend"))
+    assert full["speedup"] == full["flop_limit"] == full["charged_budget"] == 1
+    assert 0.1 < rows[3]["charged_budget"] < rows[4]["charged_budget"] < 1
+
+
+def test_full_recompute_is_measured_though_nobody_asked_for_its_row(attached):
+    [row] = ttft_rows(
+        attached("llama"),
+        tokens=32,
+        chunk_tokens=32,
+        question_tokens=4,
+        methods=["reuse"],
+        repeats=1,
+        decode_tokens=0,
+    )
+    assert row["method"] == "reuse"
+    assert row["speedup"] > 0
+    assert row["decode_tokens_per_s"] is None
+
+
+def test_no_time_is_reported_where_ratio_1_is_not_full_prefill(case, monkeypatch):
+    require_exact(case)
+    monkeypatch.setattr(Blend, "kept", 0.0)
+    with pytest.raises(BlendError, match="not full prefill"):
+        require_exact(case)
+
+
+@pytest.mark.parametrize("wrong", [{"tokens": 0}, {"chunk_tokens": 0}, {"repeats": 0}, {"decode_tokens": -1}])
+def test_numbers_out_of_range(attached, wrong):
+    with pytest.raises(ValueError, match="at least"):
+        ttft_rows(attached("llama"), **wrong)
+
+
+def test_the_clock_counts_new_tokens_only(case):
+    clock = TokenClock()
+    Full().prepare(case)(4, min_new_tokens=4, streamer=clock)
+    assert len(clock.times) == 4
+    assert clock.times == sorted(clock.times)
+    assert decode_rate(Full().prepare(case), 3) > 0
+
+
+def test_the_first_piece_is_exact_where_it_stands(attached):
+    case = Case.of(attached("llama"), [list(range(40))], [7, 8, 9])
+    full, reuse = (method.prepare(case)(3, output_logits=True) for method in (Full(), Reuse()))
+    torch.testing.assert_close(reuse.logits, full.logits, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,61 @@
+"""Fixtures: a BLENDKV_HOME of its own, uninitialised memory made visible, and tiny models."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import pytest
+import torch
+
+from blendkv.hooks import attach
+from blendkv.testing import tiny_model
+
+if os.environ.get("PYTEST_XDIST_WORKER"):
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def blendkv_home(tmp_path_factory):
+    """Proofs remembered by one run are not seen by the next."""
+    home = tmp_path_factory.mktemp("blendkv-home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BLENDKV_HOME", str(home))
+        yield home
+
+
+def _poisoned(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        tensor = function(*args, **kwargs)
+        if tensor.device.type != "meta" and tensor.dtype.is_floating_point:
+            with torch.no_grad():
+                tensor.fill_(float("nan"))
+        return tensor
+
+    return wrapper
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    """Memory that nobody wrote is NaN, so that reading it shows."""
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
+
+
+@functools.cache
+def _shared(attached: bool, family: str, overrides: tuple):
+    model = tiny_model(family, **dict(overrides))
+    return attach(model) if attached else model
+
+
+@pytest.fixture
+def plain():
+    """`plain(family, **overrides)`: a tiny model without hooks, shared by all tests; do not change it."""
+    return lambda family="llama", **overrides: _shared(False, family, tuple(sorted(overrides.items())))
+
+
+@pytest.fixture
+def attached():
+    """`attached(family, **overrides)`: the same model with hooks, shared by all tests; do not change it."""
+    return lambda family="llama", **overrides: _shared(True, family, tuple(sorted(overrides.items())))

@@ -1,0 +1,186 @@
+"""Chunks, keys and fingerprints."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blendkv import ChunkCache, attach, chunk_key, model_fingerprint, prefill
+from blendkv.chunk import ids_bytes, tokenizer_fingerprint, weights_version
+from blendkv.testing import byte_tokenizer, tiny_model
+from tests.helpers import tokens
+
+GOLDEN = "fe5b74b048c241f5c5b95d1f675186c9aaf75f1f8067a22f437bffa4ff19d376"
+GOLDEN_KEYED = "014525eabe83d352b32342a8bc2e0aeb9e8d985da3e92a78caedfb80ed52f014"
+
+
+def test_key_golden_vector():
+    """A change here makes every stored chunk unreachable: raise KEY_VERSION and say so in the changelog."""
+    given_ = ([1, 2, 70000], "f" * 64, (5,), "tok", "tenant")
+    assert chunk_key(*given_) == GOLDEN
+    assert chunk_key(*given_, secret=b"secret") == GOLDEN_KEYED
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.int32, np.int64, np.uint16, torch.int32, torch.int64])
+def test_key_is_the_same_for_every_kind_of_ids(kind):
+    ids = [3, 1, 4, 1, 5]
+    if kind in (list, tuple):
+        given_ = kind(ids)
+    else:
+        given_ = torch.tensor(ids, dtype=kind) if isinstance(kind, torch.dtype) else np.array(ids, dtype=kind)
+    assert chunk_key(given_, "f") == chunk_key([3, 1, 4, 1, 5], "f")
+
+
+@pytest.mark.parametrize("bad", [[-1], [2**32], [0.5], torch.tensor([1.0])])
+def test_ids_that_do_not_fit_are_refused(bad):
+    with pytest.raises(ValueError, match="token ids"):
+        ids_bytes(bad)
+
+
+@given(
+    st.lists(
+        st.tuples(st.text(), st.text(), st.text(), st.lists(st.integers(0, 9)), st.lists(st.integers(0, 9))), max_size=8
+    )
+)
+def test_no_two_lists_of_fields_share_a_key(fields):
+    keys = {
+        chunk_key(ids, fingerprint, conditioning, tokenizer, namespace)
+        for namespace, fingerprint, tokenizer, conditioning, ids in {
+            (a, b, c, tuple(d), tuple(e)) for a, b, c, d, e in fields
+        }
+    }
+    assert len(keys) == len({(a, b, c, tuple(d), tuple(e)) for a, b, c, d, e in fields})
+
+
+def test_key_depends_on_each_field():
+    base = {"ids": [1, 2], "fingerprint": "f", "conditioning": [3], "tokenizer": "t", "namespace": "n"}
+    changes = {"ids": [1, 3], "fingerprint": "g", "conditioning": [], "tokenizer": "u", "namespace": ""}
+    keys = [chunk_key(**base), chunk_key(**base, secret=b"a"), chunk_key(**base, secret=b"b")]
+    keys += [chunk_key(**base | {name: value}) for name, value in changes.items()]
+    assert len(set(keys)) == len(keys)
+    # a token may not move from the conditioning to the chunk unnoticed
+    assert chunk_key([1, 2], "f", [3]) != chunk_key([2], "f", [3, 1]) != chunk_key([3, 1, 2], "f", [])
+
+
+def test_fingerprint_is_stable_and_unmoved_by_attach():
+    model = tiny_model("llama")
+    print_ = model_fingerprint(model)
+    assert print_ == model_fingerprint(tiny_model("llama"))
+    attach(model)
+    assert model_fingerprint(model) == print_
+    assert model_fingerprint(tiny_model("llama", attn_implementation="eager")) == print_
+    model.config.output_attentions = False
+    model.config._name_or_path = "elsewhere"
+    assert model_fingerprint(model) == print_
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.layers.3.self_attn.v_proj.weight", "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"],
+)
+def test_fingerprint_changes_with_one_weight_element(name):
+    model = tiny_model("llama")
+    before, version = model_fingerprint(model), weights_version(model)
+    with torch.no_grad():
+        parameter = model.get_parameter(name).view(-1)
+        parameter[parameter.numel() // 3] = torch.nextafter(parameter[parameter.numel() // 3], torch.tensor(9.0))
+    assert model_fingerprint(model) != before
+    assert weights_version(model) != version
+
+
+def test_fingerprint_changes_with_swapped_rows_and_columns():
+    model = tiny_model("llama")
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    seen = {model_fingerprint(model)}
+    with torch.no_grad():
+        for dim in (0, 1):
+            original = weight.clone()
+            weight.copy_(weight.roll(1, dim))
+            seen.add(model_fingerprint(model))
+            weight.copy_(original)
+        weight[0, 0], weight[0, 1] = weight[0, 1].item(), weight[0, 0].item()
+        seen.add(model_fingerprint(model))
+    assert len(seen) == 4
+
+
+def test_fingerprint_changes_with_dtype_config_and_class():
+    prints = {
+        model_fingerprint(m)
+        for m in (
+            tiny_model("llama"),
+            tiny_model("llama", dtype=torch.bfloat16),
+            tiny_model("llama", rms_norm_eps=1e-5),
+            tiny_model("llama", rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
+            tiny_model("mistral"),
+            tiny_model("llama").model,
+        )
+    }
+    assert len(prints) == 6
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT calls deprecated names of transformers
+def test_fingerprint_follows_adapters():
+    peft = pytest.importorskip("peft")
+    model = tiny_model("llama")
+    bare = model_fingerprint(model)
+    config = peft.LoraConfig(r=2, target_modules=["k_proj", "v_proj"], init_lora_weights=False)
+    wrapped = peft.get_peft_model(model, config)
+    with_a = model_fingerprint(wrapped.get_base_model())
+    wrapped.add_adapter("b", config)
+    wrapped.set_adapter("b")
+    with_b = model_fingerprint(wrapped.get_base_model())
+    with wrapped.disable_adapter():
+        off = model_fingerprint(wrapped.get_base_model())
+    assert len({bare, with_a, with_b, off}) == 4
+    chunk = prefill(wrapped, [tokens(5)], progress=False)[0]
+    assert chunk.fingerprint == with_b
+
+
+def test_equal_across_processes():
+    code = (
+        "from blendkv.testing import tiny_model, byte_tokenizer\n"
+        "from blendkv import model_fingerprint, chunk_key\n"
+        "from blendkv.chunk import tokenizer_fingerprint\n"
+        "print(model_fingerprint(tiny_model('qwen3')), tokenizer_fingerprint(byte_tokenizer()), chunk_key([1], 'f'))"
+    )
+    want = f"{model_fingerprint(tiny_model('qwen3'))} {tokenizer_fingerprint(byte_tokenizer())} {chunk_key([1], 'f')}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().splitlines()[-1] == want
+
+
+def test_tokenizer_fingerprint_changes_with_vocabulary_specials_and_merges():
+    prints = {
+        tokenizer_fingerprint(t)
+        for t in (byte_tokenizer(), byte_tokenizer(bos=True), byte_tokenizer(merges=(("H", "e"),)))
+    }
+    assert len(prints) == 3
+
+
+def test_shapes_are_checked():
+    ids, ok = torch.arange(3), torch.zeros(2, 3, 4)
+    ChunkCache(ids, (ok,), (ok,), "f")
+    for keys, values in (
+        ((ok,), ()),
+        ((), ()),
+        ((ok[:, :2],), (ok,)),
+        ((ok[:1],), (ok,)),
+        ((ok,), (ok[:, :2],)),
+        ((ok[None],), (ok[None],)),
+    ):
+        with pytest.raises(ValueError, match="layer"):
+            ChunkCache(ids, keys, values, "f")
+    with pytest.raises(ValueError, match="at least one token"):
+        ChunkCache(ids[:0], (ok[:, :0],), (ok[:, :0],), "f")
+
+
+def test_repr_and_sizes_show_no_tokens():
+    chunk = ChunkCache(torch.tensor([411, 422]), (torch.zeros(2, 2, 4),), (torch.zeros(2, 2, 4),), "f", text="secret")
+    assert len(chunk) == 2
+    assert chunk.nbytes == 2 * 2 * 2 * 4 * 4
+    assert "411" not in repr(chunk)
+    assert "secret" not in repr(chunk)
+    assert chunk.to("cpu") is chunk

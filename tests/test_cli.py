@@ -1,0 +1,305 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import blendkv
+from blendkv.attention import LazyMask
+from blendkv.cli import main
+from blendkv.demo import Reply, Round, sentence
+from blendkv.hooks import attach
+from blendkv.passages import Passage, Question, pick_passages, read_passages
+from blendkv.rope import Rotation
+from blendkv.testing import byte_tokenizer, tiny_model
+from blendkv.verify import verify
+
+
+@pytest.fixture
+def run():
+    """`run(*arguments)`: the command's result, stdout and stderr apart."""
+    return lambda *arguments: CliRunner().invoke(main, [str(a) for a in arguments])
+
+
+@pytest.fixture
+def model(monkeypatch):
+    """A tiny Llama with a tokenizer, whatever MODEL says."""
+    made = tiny_model("llama", max_position_embeddings=8192)
+    monkeypatch.setattr("blendkv.models.load_model", lambda *args, **kwargs: (made, byte_tokenizer(chat=True)))
+    return made
+
+
+def only_json(result):
+    """The whole of stdout as JSON."""
+    return json.loads(result.stdout, parse_constant=pytest.fail)
+
+
+# -- what needs no model ----------------------------------------------------------------------------------------------
+
+
+def test_help_lists_the_commands_without_importing_torch():
+    code = (
+        "import sys; from typer.testing import CliRunner; from blendkv.cli import main\n"
+        "for arguments in (['--help'], ['bench', '--help'], ['demo', '--help']):\n"
+        "    result = CliRunner().invoke(main, arguments); assert result.exit_code == 0; print(result.stdout)\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert all(name in told for name in ("demo", "verify", "bench", "ttft", "quality"))
+
+
+def test_version(run):
+    assert run("--version").stdout == f"blendkv {blendkv.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nonsense"],
+        ["verify"],
+        ["verify", "m", "--attn", "flash"],
+        ["verify", "m", "--dtype", "int8"],
+        ["demo", "--ratio", "1.5"],
+        ["demo", "--passages", "2"],
+        ["bench", "ttft", "m", "--ratio", "0.1,x"],
+        ["bench", "ttft", "m", "--ratio", "1.1"],
+        ["bench", "ttft", "m", "--methods", "full,magic"],
+        ["bench", "ttft", "m", "--methods", ","],
+        ["bench", "ttft", "m", "--selector", "magic"],
+        ["bench", "ttft", "m", "--tokens", "0"],
+        ["bench", "quality", "m", "--data", "f", "--source", "q"],
+        ["bench", "quality", "m", "--data", "f", "--task", "magic"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_is_exit_code_2(run, arguments):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("command", [["verify"], ["bench", "ttft"], ["demo", "--model"]], ids=" ".join)
+def test_a_model_that_is_not_there_is_one_line(run, command):
+    result = run(*command, "/nowhere/model", "--json")
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    lines = [line for line in result.stderr.splitlines() if line.startswith("blendkv: ")]
+    assert len(lines) == 1
+    assert "/nowhere/model" in lines[0]
+    assert "Traceback" not in result.stderr
+
+
+def test_debug_shows_the_traceback(run, monkeypatch):
+    monkeypatch.setenv("BLENDKV_DEBUG", "1")
+    assert isinstance(run("verify", "/nowhere/model").exception, FileNotFoundError)
+
+
+def test_an_error_nobody_expected_is_one_line_too(run, monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("first line\nsecond line")
+
+    monkeypatch.setattr("blendkv.models.load_model", broken)
+    result = run("verify", "m")
+    assert result.exit_code == 1
+    assert result.stderr == "blendkv: RuntimeError: first line second line (BLENDKV_DEBUG=1 shows where)\n"
+
+
+# -- verify -----------------------------------------------------------------------------------------------------------
+
+
+def test_verify_of_a_sound_model(run, model):
+    result = run("verify", "m", "--json")
+    told = only_json(result)
+    assert result.exit_code == 0
+    assert told["ok"] is True
+    names = [check["name"] for check in told["checks"]]
+    assert len(names) == len(set(names))
+    for check in told["checks"]:
+        assert {"name", "value", "bound", "ok"} <= set(check)
+        assert check["ok"] is True
+        assert check["value"] >= check["bound"] if check["at_least"] else check["value"] <= check["bound"]
+    for part in ("rotation of layer 3", "ratio 0.15, offset 8128", "ratio 1 equals", "ratio 0 computes nothing"):
+        assert any(part in name for name in names), part
+    for part in ("error falls", "mask probe", "decode continuity", "negative control", "the report counts"):
+        assert any(part in name for name in names), part
+
+
+def test_verify_as_a_table(run, model):
+    result = run("verify", "m")
+    assert result.exit_code == 0
+    assert "all 20 checks hold" in result.stdout
+
+
+def wrong_rotation(monkeypatch):
+    right = Rotation.rotate
+    monkeypatch.setattr(Rotation, "rotate", lambda self, keys, angles, **kw: right(self, keys * 1.01, angles, **kw))
+
+
+def blind_mask(monkeypatch):
+    right = LazyMask.visible
+    monkeypatch.setattr(LazyMask, "visible", lambda self, rows, keys: torch.ones_like(right(self, rows, keys)))
+
+
+@pytest.mark.parametrize("break_it", [wrong_rotation, blind_mask])
+def test_verify_believes_no_earlier_proof(run, model, monkeypatch, break_it):
+    attach(model)  # proven and remembered while all was well
+    break_it(monkeypatch)
+    result = run("verify", "m", "--json")
+    assert result.exit_code == 1
+    told = only_json(result)
+    assert told["ok"] is False
+    assert any(not check["ok"] for check in told["checks"])
+
+
+def test_a_wrong_mask_is_caught_by_the_probe_itself(monkeypatch):
+    blind_mask(monkeypatch)
+    probe = next(c for c in verify(tiny_model("llama")) if c.name.startswith("mask probe: a later"))
+    assert not probe.ok
+
+
+def test_a_layer_that_computes_too_much_is_caught(monkeypatch):
+    monkeypatch.setattr("blendkv.cache.make_schedule", lambda *args: {1: 0.0})
+    check = next(c for c in verify(tiny_model("llama")) if c.name == "ratio 0 computes nothing")
+    assert (check.ok, check.value) == (False, 44)
+
+
+def test_a_refused_model_is_a_failed_check(run, monkeypatch):
+    made = tiny_model("llama4")
+    monkeypatch.setattr("blendkv.models.load_model", lambda *args, **kwargs: (made, None))
+    result = run("verify", "m", "--json")
+    assert result.exit_code == 1
+    told = only_json(result)
+    assert told["ok"] is False
+    [check] = told["checks"]
+    assert "chunked_attention" in check["detail"]
+    assert "1 of 1 checks failed" in run("verify", "m").stdout
+
+
+@pytest.mark.parametrize("family", ["mixtral", "smollm3", "olmo2"])
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+def test_verify_of_other_families(family, attn):
+    checks = list(verify(tiny_model(family, attn_implementation=attn)))
+    assert [check for check in checks if not check.ok] == []
+
+
+def test_verify_in_bfloat16():
+    checks = list(verify(tiny_model("llama", dtype=torch.bfloat16)))
+    assert [check for check in checks if not check.ok] == []
+
+
+# -- demo -------------------------------------------------------------------------------------------------------------
+
+
+def test_demo_as_json(run, model):
+    result = run("demo", "--passages", "3", "--ratio", "0.3", "--json")
+    assert result.exit_code == 0, result.stderr
+    told = only_json(result)
+    assert told["passages"] == 3
+    assert len(told["questions"]) == 3
+    for asked in told["questions"]:
+        full, reuse, blend = asked["replies"]
+        assert (full["kl"], full["speedup"], full["same"]) == (0, 1, True)
+        assert reuse["recomputed"] == 0
+        assert blend["recomputed"] == pytest.approx(0.3, abs=0.01)
+        assert reuse["kl"] > 0
+        assert (
+            sum(blend["report"]["layers"][-1][k] for k in ("reused", "recomputed", "fresh", "missed"))
+            == (asked["prompt_tokens"])
+        )
+        assert not blend["report"]["misses"]
+        assert set(blend["order"] if "order" in blend else asked["order"]) == set(asked["order"])
+    assert told["summary"].count("KL") == 1
+
+
+def test_demo_for_people_at_ratio_1_says_that_the_blend_is_full_recompute(run, model):
+    result = run("demo", "--passages", "3", "--ratio", "1")
+    assert result.exit_code == 0, result.stderr
+    assert "(KL 0.000 against" in result.stdout
+    assert "Recomputing 100% of the chunk tokens" in result.stdout
+    assert "The report of the last blend" in result.stdout
+
+
+def test_the_sentence_says_what_was_measured():
+    def reply(method, right, speedup, recomputed, kl):
+        return Reply(method, "", right, True, 1.0, speedup, recomputed, kl)
+
+    done = Round(
+        Question("q", "a"),
+        ("t",),
+        9,
+        (reply("f", True, 1.0, 1.0, 0.0), reply("r", False, 9.0, 0.0, 0.5), reply("b", True, 0.5, 0.2, 0.6)),
+    )
+    assert sentence([done]) == (
+        "Recomputing 20% of the chunk tokens, the blend reached its first token 2.0x later than full recompute and was "
+        "no nearer to it than full reuse (KL 0.600 against 0.500 nats); right answers: full recompute 1, full reuse 0, "
+        "blend 1 of 1."
+    )
+
+
+def test_there_are_a_dozen_passages_and_each_question_needs_one():
+    passages, questions = read_passages()
+    assert (len(passages), len(questions)) == (12, 3)
+    for question in questions:
+        assert any(question.answer.lower() in passage.text.lower() for passage in passages)
+    needed = pick_passages(passages, questions, 3)
+    for question in questions:
+        assert any(question.answer.lower() in passage.text.lower() for passage in needed)
+
+
+def test_passages_that_hold_answers_are_picked_first_and_keep_their_order():
+    passages = [Passage(t, t) for t in ("one", "two", "three", "four")]
+    picked = pick_passages(passages, [Question("?", "FOUR"), Question("?", "two")], 3)
+    assert [passage.title for passage in picked] == ["one", "two", "four"]
+    with pytest.raises(ValueError, match="choose 1 to 4"):
+        pick_passages(passages, [Question("?", "one")], 5)
+
+
+# -- bench ------------------------------------------------------------------------------------------------------------
+
+
+def test_bench_ttft_as_json_and_as_a_table(run, model):
+    arguments = ["bench", "ttft", "m", "--tokens", 96, "--chunk-tokens", 32, "--question-tokens", 8, "--repeats", 1]
+    arguments += ["--ratio", "0.1,0.5"]
+    result = run(*arguments, "--decode-tokens", "3", "--json")
+    assert result.exit_code == 0, result.stderr
+    rows = only_json(result)["rows"]
+    assert [(row["method"], row["ratio"]) for row in rows] == [
+        ("full", None),
+        ("prefix", None),
+        ("reuse", 0.0),
+        ("blend", 0.1),
+        ("blend", 0.5),
+    ]
+    result = run(*arguments, "--decode-tokens", "0")
+    assert result.exit_code == 0, result.stderr
+    assert all(line.startswith(row["method"]) for line, row in zip(result.stdout.splitlines()[3:], rows, strict=True))
+
+
+def test_bench_ttft_stops_where_ratio_1_is_wrong(run, model, monkeypatch):
+    monkeypatch.setattr("blendkv.bench.ttft.rms_ratio", lambda *args: float("nan"))
+    result = run("bench", "ttft", "m", "--tokens", "32", "--repeats", "1", "--json")
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert "not full prefill" in result.stderr
+
+
+def test_bench_quality(run, model, tmp_path):
+    record = {"question": "Who?", "answer": "Ada", "context": [["A", ["Ada was."]], ["B", ["Bob is.", " So."]]]}
+    path = tmp_path / "hotpot.json"
+    path.write_text(json.dumps([record, record, record]))
+    arguments = ["bench", "quality", "m", "--data", path, "--prompts", "2", "--ratio", "0,1"]
+    result = run(*arguments, "--source", "v", "--json")
+    assert result.exit_code == 0, result.stderr
+    told = only_json(result)
+    assert told["prompts"] == 2
+    reuse, blend = told["rows"]
+    assert (reuse["method"], blend["method"], blend["selector"]) == ("reuse", "blend", "hkvd-v")
+    assert reuse["kl"] > 0
+    assert blend["kl"] == pytest.approx(0, abs=1e-6)
+    assert "2 prompts of hotpot" in run(*arguments).stdout
+    missing = run("bench", "quality", "m", "--data", tmp_path / "none.json")
+    assert missing.exit_code == 1
+    assert "none.json" in missing.stderr
