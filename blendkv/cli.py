@@ -68,8 +68,9 @@ def demo(
         prefill_s = shown.prefill()
         if not as_json:
             typer.echo(
-                f"{len(shown.passages)} passages ({shown.tokens:,} tokens) computed once in {prefill_s:.1f} s and kept "
-                f"({shown.bytes / 2**20:.0f} MiB). Each question gets them in a new order.\n"
+                f"{len(shown.passages)} passages ({shown.tokens:,} tokens) computed once in {prefill_s:.1f} s, each "
+                f"alone after the system prompt, and kept ({shown.bytes / 2**20:.0f} MiB). Each question gets them in "
+                "a new order.\n"
             )
         rounds = []
         for number, done in enumerate(shown.rounds(), 1):

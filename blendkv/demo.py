@@ -103,14 +103,14 @@ class Demo:
         self.passages = pick_passages(texts, self.questions, passages)
         self.ratio, self.seed = ratio, seed
         self._model: Any = model
-        self.library = ChunkLibrary(model, tokenizer, recompute_ratio=ratio, progress=progress)
+        self.library = ChunkLibrary(model, tokenizer, recompute_ratio=ratio, condition="system", progress=progress)
         self.tokens = 0
         self.bytes = 0
 
     def prefill(self) -> float:
         """Computes every passage, and the head of the prompt, once; returns the seconds it took."""
         start = time.perf_counter()
-        chunks = self.library.prefill([passage.text for passage in self.passages])
+        chunks = self.library.prefill([passage.text for passage in self.passages], SYSTEM)
         self.library([], "", SYSTEM)
         self.tokens, self.bytes = sum(map(len, chunks)), sum(chunk.nbytes for chunk in chunks)
         return time.perf_counter() - start

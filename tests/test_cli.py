@@ -15,6 +15,7 @@ from blendkv.passages import Passage, Question, pick_passages, read_passages
 from blendkv.rope import Rotation
 from blendkv.testing import byte_tokenizer, tiny_model
 from blendkv.verify import verify
+from tests.helpers import generate
 
 
 @pytest.fixture
@@ -181,8 +182,9 @@ def test_a_refused_model_is_a_failed_check(run, monkeypatch):
 @pytest.mark.parametrize("family", ["mixtral", "smollm3", "olmo2"])
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 def test_verify_of_other_families(family, attn):
-    checks = list(verify(tiny_model(family, attn_implementation=attn)))
-    assert [check for check in checks if not check.ok] == []
+    model = tiny_model(family, attn_implementation=attn)
+    generate(model, torch.arange(4)[None])  # skips where the installed transformers cannot
+    assert [check for check in verify(model) if not check.ok] == []
 
 
 def test_verify_in_bfloat16():

@@ -183,9 +183,9 @@ def test_3_a_row_sees_nothing_before_its_window(attached, attn):
     case = make_case(model)
     length = case.ids.shape[1]
     want = run(model, case.ids, BlendedCache(case.caches, 0.0)).logits[:, -1]
-    for distance, same in ((16, True), (15, False)):
+    for back, same in ((16, True), (15, False)):
         changed = case.ids.clone()
-        at = length - 1 - distance
+        at = length - 1 - back
         chunk, start = next((c, s) for c, s in zip(case.caches, case.starts, strict=True) if s <= at < s + len(c))
         values = tuple(v.clone() for v in chunk.values)
         values[0][:, at - start] += 1.0

@@ -1,0 +1,38 @@
+"""Every Python block of README runs, on a tiny model; the bundled one runs them in `make demo`'s environment too."""
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+
+import blendkv
+from blendkv.testing import byte_tokenizer, tiny_model
+
+ROOT = Path(__file__).parent.parent
+BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_readme_runs(monkeypatch, capsys, chat):
+    """In order, in one namespace, as a reader would type them; `load_model` gives a tiny model."""
+    model, tokenizer = tiny_model("llama", max_position_embeddings=2048), byte_tokenizer(chat=chat)
+    monkeypatch.setitem(blendkv.__dict__, "load_model", lambda name: (model, tokenizer))
+    assert len(BLOCKS) >= 2
+    scope: dict = {}
+    with warnings.catch_warnings():
+        # README shows the name that every supported transformers knows; from 5.24 on it is deprecated
+        warnings.filterwarnings("ignore", message=".*past_key_values.*", category=FutureWarning)
+        for block in BLOCKS:
+            exec(compile(block, "README.md", "exec"), scope)
+    printed = capsys.readouterr().out
+    assert "reused" in printed
+    assert scope["inputs"].report.reused_tokens > 0
+    assert len(scope["chunks"]) == 2
+    assert scope["out"].shape[1] > scope["ids"].shape[1]
+
+
+def test_readme_names_files_that_are_there():
+    """Links to files of this repository."""
+    for link in re.findall(r"\]\(([\w./-]+)\)", (ROOT / "README.md").read_text()):
+        assert (ROOT / link).exists(), link
