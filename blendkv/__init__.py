@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from blendkv._version import __version__
 
 if TYPE_CHECKING:
+    from blendkv.attaching import attach, detach
     from blendkv.cache import BlendedCache
     from blendkv.chunk import ChunkCache, MissingChunk, chunk_key, model_fingerprint
     from blendkv.errors import (
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
         NotAttachedError,
         UnsupportedModelError,
     )
-    from blendkv.hooks import attach, detach
     from blendkv.library import BlendedInputs, ChunkLibrary
     from blendkv.models import load_model
     from blendkv.prefilling import prefill
@@ -35,7 +35,7 @@ _HOMES = {
         "NotAttachedError",
         "UnsupportedModelError",
     ),
-    "blendkv.hooks": ("attach", "detach"),
+    "blendkv.attaching": ("attach", "detach"),
     "blendkv.library": ("BlendedInputs", "ChunkLibrary"),
     "blendkv.models": ("load_model",),
     "blendkv.prefilling": ("prefill",),

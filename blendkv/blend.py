@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -12,18 +11,17 @@ from torch import Tensor, nn
 
 from blendkv import flops
 from blendkv.attention import LazyMask, RowMask, blending
-from blendkv.cache import BlendedCache, Chunk
-from blendkv.chunk import ChunkCache, MissingChunk
-from blendkv.errors import ChunkMissError
-from blendkv.prompt import Span, find_spans
+from blendkv.cache import BlendedCache
+from blendkv.chunk import ChunkCache
+from blendkv.plan import RowPlan, chunks_per_row, plan_row, require_hits
 from blendkv.report import BlendReport, ChunkUse, LayerRows
-from blendkv.rope import Rotation
+from blendkv.rope import Rotation, on_device
 from blendkv.selectors import Candidates
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a blend must know of a model; `attach` finds it out (`proof.find_rotations`).
+    """What a blend must know of a model; `attach` finds it out (`learning.learn`).
 
     Attributes:
         fingerprint: `chunk.model_fingerprint` of the weights as they are now.
@@ -83,80 +81,33 @@ class Blend:
         self._placed: set[int] = set()
         self._probed: dict[int, int] = {}
         self._open = ExitStack()
-        self.uses: list[ChunkUse] = []
+        self._outputs = min(cache.logits_to_keep or 1, self.length)
+        ids = input_ids.cpu().numpy()
+        real = np.ones(ids.shape, bool) if visible is None else visible.cpu().numpy().astype(bool)
+        self.plans: list[RowPlan] = []
+        for b, chunks in enumerate(chunks_per_row(cache.chunks, len(ids))):
+            hidden = np.where(real[b], ids[b], -1)
+            self.plans.append(plan_row(b, hidden, chunks, facts.mismatch, self.length - self._outputs))
+            if cache.strict:
+                require_hits(self.plans[-1], chunks)
+        self._tokens = int(real.sum())
+        self._chunk_total = sum(plan.chunk_tokens for plan in self.plans)
+
+    @property
+    def uses(self) -> list[ChunkUse]:
         """What became of each chunk."""
-        self._find(visible)
+        return [use for plan in self.plans for use in plan.uses]
 
     def begin(self) -> None:
         """From here on the cache is being filled, masks are made lazily, and time counts."""
-        self.report.chunks = self.uses
+        self.report.chunks, self.report.tokens = self.uses, self._tokens
+        self.report.chunk_bytes = sum(plan.chunk_bytes for plan in self.plans)
         self._open.callback(blending.reset, blending.set(True))
         self._open.enter_context(self.report.clock.stage("recompute", self.ids.device))
 
     def end(self) -> None:
         """The forward is over, well or not."""
         self._open.close()
-
-    # -- before the first layer -------------------------------------------------------------------------------------
-
-    def _find(self, visible: Tensor | None) -> None:
-        """Finds the chunks of every row and sorts the prompt's tokens by origin."""
-        ids = self.ids.cpu().numpy()
-        real = np.ones(ids.shape, bool) if visible is None else visible.cpu().numpy().astype(bool)
-        per_row = _expand(self.cache.chunks, len(ids))
-        self._outputs = min(self.cache.logits_to_keep or 1, self.length)
-        last = self.length - self._outputs
-        self.spans: list[list[tuple[Span, ChunkCache]]] = []
-        self._fresh: list[np.ndarray] = []
-        self._missed_tokens = 0
-        for b, chunks in enumerate(per_row):
-            reasons = [self._reason(chunk) for chunk in chunks]
-            best: dict[bytes, int] = {}  # of chunks with equal ids, the first that can be used
-            for i in sorted(range(len(chunks)), key=lambda i: bool(reasons[i])):
-                best.setdefault(_ids_of(chunks[i]), i)
-            seen, found = set(), dict.fromkeys(range(len(chunks)), 0)
-            usable: list[tuple[Span, ChunkCache]] = []
-            for span in find_spans(np.where(real[b], ids[b], -1), [c.ids.numpy() for c in chunks]):
-                owner = best[_ids_of(chunks[span.chunk])]
-                part, chunk = span.cut(last), chunks[owner]
-                seen.add(owner)
-                if part is None:
-                    continue
-                found[owner] += part.length
-                if isinstance(chunk, MissingChunk) or reasons[owner]:
-                    self._missed_tokens += part.length
-                else:
-                    usable.append((part, chunk))
-            self.spans.append(usable)
-            fresh = np.ones(self.length, bool)
-            for span, _ in usable:
-                fresh[span.start : span.stop] = False
-            self._fresh.append(fresh)
-            for i, chunk in enumerate(chunks):
-                owner = best[_ids_of(chunk)]
-                reason = reasons[i]
-                if not reason and owner not in seen:
-                    reason = "not in the prompt"
-                use = ChunkUse(
-                    index=i,
-                    row=b,
-                    key=chunk.key if isinstance(chunk, ChunkCache) else "",
-                    tokens=len(chunk),
-                    found=found[i],
-                    hit=not reason,
-                    reason=reason or ("partial" if found[owner] < len(chunk) else ""),
-                )
-                self.uses.append(use)
-                if self.cache.strict and not use.hit and (owner not in seen or reasons[owner]):
-                    raise ChunkMissError(f"chunk {i} of row {b} ({len(chunk)} tokens) cannot be used: {reason}")
-        self.report.tokens = int(real.sum())
-        self._chunk_total = sum(span.length for row in self.spans for span, _ in row)
-        self.report.chunk_bytes = sum(
-            chunk.nbytes // len(chunk) * span.length for row in self.spans for span, chunk in row
-        )
-
-    def _reason(self, chunk: Chunk) -> str:
-        return (self.facts.mismatch(chunk) or "") if isinstance(chunk, ChunkCache) else chunk.reason
 
     # -- in front of each layer -------------------------------------------------------------------------------------
 
@@ -185,11 +136,11 @@ class Blend:
         device = keys.device if keys is not None else self.ids.device
         current = self.rows.cpu().numpy() if self.rows is not None else None
         kept = []
-        for b in range(len(self.spans)):
+        for b, plan in enumerate(self.plans):
             row = np.arange(self.length) if current is None else current[b]
             row, at = np.unique(row, return_index=True)  # without the padding of ragged batches
-            candidate = ~self._fresh[b][row]
-            budget = min(round(ratio * int((~self._fresh[b]).sum())), int(candidate.sum()))
+            candidate = ~plan.fresh[row]
+            budget = min(round(ratio * plan.chunk_tokens), int(candidate.sum()))
             chosen = np.zeros(len(row), bool)
             if budget:
                 view = self._candidates(b, row[candidate], at[candidate], deviation, device)
@@ -214,7 +165,7 @@ class Blend:
         assert self.rows is not None
         width, device = self.rows.shape[1], self.rows.device
         self._set_rows(self.rows[:, -self._outputs :].cpu().numpy(), device)
-        return torch.arange(width - self._outputs, width, device=device).expand(len(self.spans), -1)
+        return torch.arange(width - self._outputs, width, device=device).expand(len(self.plans), -1)
 
     def _set_rows(self, rows: np.ndarray, device: torch.device) -> None:
         self.rows = torch.from_numpy(rows).to(device)
@@ -233,7 +184,7 @@ class Blend:
         which = np.empty(self.length, np.int64)
         offset = np.empty(self.length, np.int64)
         length = np.empty(self.length, np.int64)
-        for i, (span, _) in enumerate(self.spans[b]):
+        for i, (span, _) in enumerate(self.plans[b].placed):
             part = slice(span.start, span.stop)
             which[part], offset[part], length[part] = i, np.arange(span.length), span.length
         tensors = [torch.from_numpy(a).to(device) for a in (rows, which[rows], offset[rows], length[rows])]
@@ -290,8 +241,8 @@ class Blend:
             to_keys, to_values = self.cache.blended[layer_idx].allocate(keys, values, self.length)
             rotation = self.facts.rotations[layer_idx]
             angles = self._angles_of(rotation, device)
-            for b, row in enumerate(self.spans):
-                for run in _runs(row):
+            for b, plan in enumerate(self.plans):
+                for run in plan.runs:
                     here = slice(run[0][0].start, run[-1][0].stop)
                     stored = _join([span.of(chunk.keys[layer_idx]) for span, chunk in run], device)
                     turn = None if angles is None else (angles[0][b : b + 1, :, here], angles[1][b : b + 1, :, here])
@@ -300,8 +251,7 @@ class Blend:
 
     def _angles_of(self, rotation: Rotation, device: torch.device) -> tuple[Tensor, Tensor] | None:
         if (rotation, device) not in self._angles:
-            angles = rotation.angles(self.facts.rotary, self.positions)
-            self._angles[rotation, device] = None if angles is None else (angles[0].to(device), angles[1].to(device))
+            self._angles[rotation, device] = on_device(rotation.angles(self.facts.rotary, self.positions), device)
         return self._angles[rotation, device]
 
     # -- after the last layer ---------------------------------------------------------------------------------------
@@ -310,11 +260,13 @@ class Blend:
         """Chunk tokens among rows `[B, S]` (None: all), over the batch."""
         if rows is None:
             return self._chunk_total
-        return sum(int((~self._fresh[b][np.unique(row)]).sum()) for b, row in enumerate(rows.cpu().numpy()))
+        computed = (np.unique(row) for row in rows.cpu().numpy())  # without the padding of ragged batches
+        return sum(int((~plan.fresh[row]).sum()) for plan, row in zip(self.plans, computed, strict=True))
 
     def finish(self) -> None:
         """Writes the partition of rows and the cost into the report."""
-        fresh = self.report.tokens - self._chunk_total - self._missed_tokens
+        missed = sum(plan.missed for plan in self.plans)
+        fresh = self._tokens - self._chunk_total - missed
         last_only = self.rows is not None and self.rows is not self.rows_by_layer[-1]
         counted: dict[int, int] = {}
         for i, rows in enumerate(self.rows_by_layer):
@@ -326,14 +278,14 @@ class Blend:
                     reused=self._chunk_total - computed,
                     recomputed=computed,
                     fresh=fresh,
-                    missed=self._missed_tokens,
+                    missed=missed,
                     probed=self._probed.get(i, 0),
-                    through=computed + fresh + self._missed_tokens,
+                    through=computed + fresh + missed,
                 )
             )
         last = self.report.layers[-1]
         if last_only:
-            last.through = self._outputs * len(self.spans)
+            last.through = self._outputs * len(self.plans)
         if self.facts.shape is not None:
             spent = [
                 flops.LayerRows(full=layer.recomputed)
@@ -365,17 +317,6 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
     return x[batch, index]
 
 
-def _runs(row: list[tuple[Span, ChunkCache]]) -> list[list[tuple[Span, ChunkCache]]]:
-    """Spans that follow each other without a gap, together: placed at once."""
-    runs: list[list[tuple[Span, ChunkCache]]] = []
-    for span, chunk in row:
-        if runs and runs[-1][-1][0].stop == span.start:
-            runs[-1].append((span, chunk))
-        else:
-            runs.append([(span, chunk)])
-    return runs
-
-
 def _join(parts: list[Tensor], device: torch.device) -> Tensor:
     """`[H, n, D]` parts joined along tokens, on a device."""
     here = [part.to(device, non_blocking=True) for part in parts]
@@ -400,16 +341,3 @@ def _scatter(buffer: Tensor, rows: Tensor, states: Tensor) -> None:
 def _left_pad(row: np.ndarray, width: int) -> np.ndarray:
     """Repeats the first entry so that rows of a batch get equal length."""
     return np.concatenate([np.full(width - len(row), row[0], row.dtype), row])
-
-
-def _ids_of(chunk: Chunk) -> bytes:
-    return chunk.ids.numpy().tobytes()
-
-
-def _expand(chunks: Sequence[Sequence[Chunk]], rows: int) -> list[Sequence[Chunk]]:
-    """The chunks of each batch row: one list serves all, several are repeated as `generate` repeats prompts."""
-    if rows % len(chunks):
-        raise ValueError(
-            f"a batch of {rows} prompts, but {len(chunks)} lists of chunks: give one list, or one list per prompt"
-        )
-    return [row for row in chunks for _ in range(rows // len(chunks))]

@@ -21,7 +21,7 @@ from blendkv.cache import BlendedCache, BlendedLayer
 from blendkv.chunk import model_fingerprint, weights_version
 from blendkv.errors import CacheStateError, NotAttachedError, UnsupportedModelError
 
-_STATE = "_blendkv_attachment"
+STATE = "_blendkv_attachment"
 _OUTPUTS = ("hidden_states", "attentions")
 
 
@@ -99,72 +99,6 @@ class Attachment:
         return replace(self.learnt, fingerprint=self.fingerprints[version])
 
 
-def unwrapped(model: Any) -> Any:
-    """The transformers model inside a PEFT model, or the model itself.
-
-    Raises:
-        UnsupportedModelError: for PEFT methods that prepend virtual tokens to the cache.
-    """
-    for config in getattr(model, "peft_config", {}).values() if hasattr(model, "peft_config") else ():
-        if getattr(config, "is_prompt_learning", False):
-            raise UnsupportedModelError(
-                f"PEFT {getattr(config, 'peft_type', 'prompt learning')} puts virtual tokens into the cache, where "
-                "chunks cannot be placed around them; use LoRA, or full prefill"
-            )
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def attachment_of(model: Any) -> Attachment:
-    """The attachment of a model.
-
-    Raises:
-        NotAttachedError: if there is none.
-    """
-    state = unwrapped(model).__dict__.get(_STATE)
-    if state is None:
-        raise NotAttachedError("call blendkv.attach(model) first")
-    return state
-
-
-def attach(model: Any) -> Any:
-    """Makes a model understand `BlendedCache`; idempotent, and inert for any other cache.
-
-    The first time a model (by fingerprint) meets this transformers version it is proven: keys re-rotate exactly on
-    every layer, exact keys and values stay exact through a blend, ratio 1 equals full prefill (`blendkv.proof`).
-
-    Args:
-        model: a decoder-only transformers model, or a PEFT model around one.
-
-    Returns:
-        The same model.
-
-    Raises:
-        UnsupportedModelError: if a check fails or a layer type is known to be impossible, with the reason; the model is
-            left as it was.
-        ValueError: if the model is in training mode.
-    """
-    from blendkv import proof
-
-    inner = unwrapped(model)
-    state = inner.__dict__.get(_STATE)
-    if state is not None:
-        _switch_attention(state)
-        return model
-    proof.refuse_impossible(inner)
-    require_eval(inner)
-    decoder, layers = find_layers(inner)
-    if _STATE in decoder.__dict__:  # the decoder was attached alone before
-        detach(decoder)
-    state = Attachment(inner, decoder, layers)
-    install(state)
-    try:
-        proof.require(state)
-    except BaseException:
-        detach(inner)
-        raise
-    return model
-
-
 def require_eval(model: Any) -> None:
     """Refuses a model in training mode: dropout would make stored and fresh states differ.
 
@@ -173,22 +107,6 @@ def require_eval(model: Any) -> None:
     """
     if model.training:
         raise ValueError("blendkv is for inference: call model.eval() first")
-
-
-def detach(model: Any) -> Any:
-    """Removes every trace of `attach`; idempotent."""
-    state = unwrapped(model).__dict__.get(_STATE)
-    if state is None:
-        return model
-    for handle in state.handles:
-        handle.remove()
-    for config in state.configs:
-        config._attn_implementation_internal = config._attn_implementation.removeprefix(attention.PREFIX)
-    for owner in (state.model, state.decoder):
-        owner.__dict__.pop(_STATE, None)
-    for name in state.wrapped:
-        state.model.__dict__.pop(name, None)
-    return model
 
 
 def find_layers(model: Any) -> tuple[Any, list[nn.Module]]:
@@ -223,12 +141,25 @@ def install(state: Attachment) -> None:
     state.wrapped = _compat.wrap_generation(model, _check_inputs, _check_generation)
     found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     state.configs = tuple({id(c): c for c in found if getattr(c, "_attn_implementation", None)}.values())
-    model.__dict__[_STATE] = state
-    decoder.__dict__[_STATE] = state
-    _switch_attention(state)
+    model.__dict__[STATE] = state
+    decoder.__dict__[STATE] = state
+    switch_attention(state)
 
 
-def _switch_attention(state: Attachment) -> None:
+def uninstall(state: Attachment) -> None:
+    """Removes every trace of `install`."""
+    for handle in state.handles:
+        handle.remove()
+    for config in state.configs:
+        config._attn_implementation_internal = config._attn_implementation.removeprefix(attention.PREFIX)
+    for owner in (state.model, state.decoder):
+        owner.__dict__.pop(STATE, None)
+    for name in state.wrapped:
+        state.model.__dict__.pop(name, None)
+
+
+def switch_attention(state: Attachment) -> None:
+    """Sends attention through `blendkv_<base>`, wherever the user has set a base."""
     for config in state.configs:
         name = config._attn_implementation
         if not name.startswith(attention.PREFIX):
@@ -404,7 +335,7 @@ def _after_decoder(decoder: nn.Module, args: tuple, kwargs: dict[str, Any], outp
         output.hidden_states = tuple(blend.expand(h, r) for h, r in zip(output.hidden_states, rows, strict=False))
     if getattr(output, "router_logits", None) is not None:
         output.router_logits = tuple(
-            blend.expand(scores.unflatten(0, (len(blend.spans), -1)), blend.rows_by_layer[0]).flatten(0, 1)
+            blend.expand(scores.unflatten(0, (len(blend.plans), -1)), blend.rows_by_layer[0]).flatten(0, 1)
             for scores in output.router_logits
         )
     if getattr(output, "attentions", None) is not None:

@@ -12,10 +12,10 @@ from torch import nn
 from transformers import BatchEncoding
 
 from blendkv import _compat
+from blendkv.attaching import attach, attachment_of
 from blendkv.cache import BlendedCache, Chunk
 from blendkv.chunk import ChunkCache, MissingChunk, chunk_key, tokenizer_fingerprint
 from blendkv.errors import ChunkMissError
-from blendkv.hooks import attach, attachment_of
 from blendkv.prefilling import BATCH_TOKENS, TOKENIZER_LOCK, encode, prefill, split_text
 from blendkv.report import BlendReport
 from blendkv.selectors import Selector

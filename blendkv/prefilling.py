@@ -13,9 +13,11 @@ from tqdm.auto import tqdm
 from transformers.cache_utils import DynamicCache
 
 from blendkv import _compat
+from blendkv.attaching import attach, attachment_of
 from blendkv.chunk import ChunkCache, tokenizer_fingerprint
-from blendkv.hooks import Attachment, attach, attachment_of, require_eval
+from blendkv.hooks import Attachment, require_eval
 from blendkv.prompt import as_array
+from blendkv.rope import on_device
 
 TOKENIZER_LOCK = threading.RLock()
 """Held around every call of a tokenizer."""
@@ -106,10 +108,7 @@ def _run(
     cache.layers.clear()
     for rotation in facts.rotations:
         rotated, plain_values = layers.pop(0)  # a layer's full-length states go as soon as they are cut
-        angles = rotation.angles(facts.rotary, positions)
-        if angles is not None:
-            angles = angles[0].to(rotated.device), angles[1].to(rotated.device)
-        plain = rotation.unrotate(rotated, angles)
+        plain = rotation.unrotate(rotated, on_device(rotation.angles(facts.rotary, positions), rotated.device))
         for b, row in enumerate(rows):
             part = slice(front, front + len(row))
             keys[b].append(plain[b, :, part].clone())

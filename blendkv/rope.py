@@ -103,6 +103,11 @@ def rotary_tables(rotary: nn.Module, positions: Tensor, layer_type: str | None =
     return cos.float(), sin.float()
 
 
+def on_device(angles: tuple[Tensor, Tensor] | None, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """Angles where a layer's keys are."""
+    return None if angles is None else (angles[0].to(device), angles[1].to(device))
+
+
 def find_rotary(decoder: nn.Module) -> nn.Module | None:
     """The rotary module of a decoder, or None if it has none."""
     rotary = getattr(decoder, "rotary_emb", None)

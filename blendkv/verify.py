@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blendkv import _compat, proof
+from blendkv import _compat, learning, proof
+from blendkv.attaching import detach, unwrapped
 from blendkv.bench.methods import states_of
 from blendkv.cache import BlendedCache
 from blendkv.chunk import ChunkCache
-from blendkv.hooks import Attachment, detach, find_layers, install, unwrapped
+from blendkv.hooks import Attachment, find_layers, install
+from blendkv.learning import bound_of, probe_ids, rms_ratio
 from blendkv.passages import read_passages
 from blendkv.prefilling import encode, prefill
-from blendkv.proof import BLEND_BOUND, Check, bound_of, cut_chunk, full_prefill, most, probe_ids, rms_ratio
+from blendkv.proof import BLEND_BOUND, Check, cut_chunk, full_prefill, most
 from blendkv.selectors import HKVD, Random
 
 TOKENS = 64
@@ -64,10 +66,10 @@ def failed(name: str, error: Exception) -> Check:
 
 def _attach_unproven(model: nn.Module) -> Attachment:
     """What `attach` does, less the proof that it remembers."""
-    proof.refuse_impossible(model)
+    learning.refuse_impossible(model)
     state = Attachment(model, *find_layers(model))
     install(state)
-    state.learnt = proof.learn(state)
+    state.learnt = learning.learn(state)
     return state
 
 

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from blendkv.hooks import attach
+from blendkv.attaching import attach
 from blendkv.testing import tiny_model
 
 with torch.device("meta"):  # torch notes now, and for good, which functions a device context changes: the true ones

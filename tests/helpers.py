@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from blendkv import _compat
+from blendkv.attaching import attachment_of
 from blendkv.cache import BlendedCache
 from blendkv.chunk import ChunkCache
-from blendkv.hooks import attachment_of
 from blendkv.prefilling import prefill
 
 VOCABULARY = 512

@@ -93,7 +93,7 @@ def test_blocks_read_no_key_after_their_last_row():
 @pytest.mark.parametrize("family", ["llama", "mistral", "granite"])
 def test_eager_twin(attached, family):
     from blendkv import _compat
-    from blendkv.hooks import attachment_of
+    from blendkv.attaching import attachment_of
 
     module = attachment_of(attached(family)).layers[0].self_attn
     query, key, value, mask, visible = setting(70, some_rows(70, 33), width=16)

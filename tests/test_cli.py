@@ -7,10 +7,10 @@ import torch
 from typer.testing import CliRunner
 
 import blendkv
+from blendkv.attaching import attach
 from blendkv.attention import LazyMask
 from blendkv.cli import main
 from blendkv.demo import Reply, Round, sentence
-from blendkv.hooks import attach
 from blendkv.passages import Passage, Question, pick_passages, read_passages
 from blendkv.rope import Rotation
 from blendkv.testing import byte_tokenizer, tiny_model

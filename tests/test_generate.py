@@ -9,8 +9,8 @@ from transformers import TextIteratorStreamer, TextStreamer
 from transformers.cache_utils import DynamicCache
 
 from blendkv import BlendedCache, CacheStateError, NotAttachedError, _compat, attach, detach, prefill
-from blendkv.hooks import attachment_of
-from blendkv.proof import rms_ratio
+from blendkv.attaching import attachment_of
+from blendkv.learning import rms_ratio
 from blendkv.selectors import Random
 from blendkv.testing import FAMILIES, byte_tokenizer, tiny_model
 from tests.helpers import exact_chunk, full, generate, make_case, run, tokens

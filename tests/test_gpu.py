@@ -5,8 +5,8 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from blendkv import _compat, attach, prefill, proof
+from blendkv.attaching import attachment_of
 from blendkv.cache import BlendedCache
-from blendkv.hooks import attachment_of
 from blendkv.selectors import HKVD
 from blendkv.testing import FAMILIES, REFUSED_FAMILIES, tiny_model
 

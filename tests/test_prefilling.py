@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blendkv import prefill
-from blendkv.hooks import attachment_of
+from blendkv.attaching import attachment_of
 from blendkv.prefilling import batches, encode, split_text
 from blendkv.testing import FAMILIES, byte_tokenizer, tiny_model
 from tests.helpers import full, tokens

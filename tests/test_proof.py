@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from blendkv import UnsupportedModelError, attach, detach, proof
-from blendkv.hooks import attachment_of
+from blendkv.attaching import attachment_of
 from blendkv.rope import Rotation
 from blendkv.testing import tiny_model
 

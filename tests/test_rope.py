@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blendkv.hooks import attachment_of
-from blendkv.proof import moved_error, own_keys, rms_ratio
+from blendkv.attaching import attachment_of
+from blendkv.learning import moved_error, own_keys, rms_ratio
 from blendkv.rope import Rotation, find_rotary, rotary_tables
 from blendkv.testing import FAMILIES, tiny_model
 from tests.helpers import full, tokens

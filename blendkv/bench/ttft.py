@@ -15,7 +15,8 @@ from blendkv import flops
 from blendkv.bench.measure import PeakMemory, median, time_to_first_token
 from blendkv.bench.methods import METHODS, Answerer, Blend, Case, Full, Method, make_methods
 from blendkv.errors import BlendError
-from blendkv.proof import BLEND_BOUND, rms_ratio
+from blendkv.learning import rms_ratio
+from blendkv.proof import BLEND_BOUND
 from blendkv.selectors import Selector
 
 

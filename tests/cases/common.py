@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.cache_utils import DynamicCache
 
 from blendkv import BlendedCache, ChunkCache, Selector, _compat, models
+from blendkv.attaching import attachment_of
 from blendkv.chunk import model_fingerprint
-from blendkv.hooks import attachment_of
 from blendkv.testing import tiny_model
 
 EXACT = 1e-4

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from blendkv import BlendedCache, ChunkCache, attach, prefill
-from blendkv.hooks import attachment_of
+from blendkv.attaching import attachment_of
 from tests.cases.common import Run, forward, ids_of, model_of, relative
 
 PREFIX, CHUNK, BETWEEN, END = ids_of(10, 1), ids_of(64, 2), ids_of(426, 3), ids_of(8, 4)

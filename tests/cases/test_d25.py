@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from blendkv import BlendedCache, attach, prefill, proof
-from blendkv.hooks import attachment_of
+from blendkv.attaching import attachment_of
 from tests.cases.common import assert_same_run, forward, ids_of, model_of
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral"]

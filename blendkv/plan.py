@@ -1,0 +1,135 @@
+"""Which of a prompt's tokens come from chunks, which are missed, and which are fresh: settled before any layer runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from blendkv.cache import Chunk
+from blendkv.chunk import ChunkCache, MissingChunk
+from blendkv.errors import ChunkMissError
+from blendkv.prompt import Span, find_spans
+from blendkv.report import ChunkUse
+
+Placement = tuple[Span, ChunkCache]
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """One row of the batch.
+
+    Attributes:
+        placed: spans that are filled from chunks, in prompt order.
+        fresh: `[T]` True where a token is computed in every layer.
+        missed: number of those that belong to a chunk that cannot be used.
+        uses: what became of each chunk.
+    """
+
+    placed: list[Placement]
+    fresh: np.ndarray
+    missed: int
+    uses: list[ChunkUse]
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens filled from chunks unless they are recomputed."""
+        return sum(span.length for span, _ in self.placed)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Stored keys and values that are placed."""
+        return sum(chunk.nbytes // len(chunk) * span.length for span, chunk in self.placed)
+
+    @property
+    def runs(self) -> list[list[Placement]]:
+        """Spans that follow each other without a gap, together: placed at once."""
+        runs: list[list[Placement]] = []
+        for span, chunk in self.placed:
+            if runs and runs[-1][-1][0].stop == span.start:
+                runs[-1].append((span, chunk))
+            else:
+                runs.append([(span, chunk)])
+        return runs
+
+
+def plan_row(
+    row: int, ids: np.ndarray, chunks: Sequence[Chunk], mismatch: Callable[[ChunkCache], str | None], stop: int
+) -> RowPlan:
+    """Finds the chunks of one prompt.
+
+    Args:
+        row: its index in the batch.
+        ids: `[T]` token ids, -1 at padding.
+        chunks: that may be in it.
+        mismatch: why a chunk must not be used, or None.
+        stop: prompt index from which on every token is fresh, in a chunk or not.
+    """
+    reasons = [(mismatch(c) or "") if isinstance(c, ChunkCache) else c.reason for c in chunks]
+    owners: dict[bytes, int] = {}  # of chunks with equal ids, the first that can be used
+    for i in sorted(range(len(chunks)), key=lambda i: bool(reasons[i])):
+        owners.setdefault(_ids(chunks[i]), i)
+    seen: set[int] = set()
+    found = dict.fromkeys(range(len(chunks)), 0)
+    placed: list[Placement] = []
+    fresh = np.ones(len(ids), bool)
+    missed = 0
+    for span in find_spans(ids, [chunk.ids.numpy() for chunk in chunks]):
+        owner = owners[_ids(chunks[span.chunk])]
+        part, chunk = span.cut(stop), chunks[owner]
+        seen.add(owner)
+        if part is None:
+            continue
+        found[owner] += part.length
+        if isinstance(chunk, MissingChunk) or reasons[owner]:
+            missed += part.length
+        else:
+            placed.append((part, chunk))
+            fresh[part.start : part.stop] = False
+    uses = []
+    for i, chunk in enumerate(chunks):
+        owner = owners[_ids(chunk)]
+        reason = reasons[i] or ("" if owner in seen else "not in the prompt")
+        use = ChunkUse(
+            index=i,
+            row=row,
+            key=chunk.key if isinstance(chunk, ChunkCache) else "",
+            tokens=len(chunk),
+            found=found[i],
+            hit=not reason,
+            reason=reason or ("partial" if found[owner] < len(chunk) else ""),
+        )
+        uses.append(use)
+    return RowPlan(placed, fresh, missed, uses)
+
+
+def require_hits(plan: RowPlan, chunks: Sequence[Chunk]) -> None:
+    """Raises for the first chunk that is not used, unless another with the same ids is.
+
+    Raises:
+        ChunkMissError: with the chunk's place and the reason.
+    """
+    good = {_ids(chunks[use.index]) for use in plan.uses if use.hit}
+    for use in plan.uses:
+        if not use.hit and _ids(chunks[use.index]) not in good:
+            raise ChunkMissError(
+                f"chunk {use.index} of row {use.row} ({use.tokens} tokens) cannot be used: {use.reason}"
+            )
+
+
+def chunks_per_row(chunks: Sequence[Sequence[Chunk]], rows: int) -> list[Sequence[Chunk]]:
+    """The chunks of each batch row: one list serves all, several are repeated as `generate` repeats prompts.
+
+    Raises:
+        ValueError: if the numbers do not fit.
+    """
+    if rows % len(chunks):
+        raise ValueError(
+            f"a batch of {rows} prompts, but {len(chunks)} lists of chunks: give one list, or one list per prompt"
+        )
+    return [row for row in chunks for _ in range(rows // len(chunks))]
+
+
+def _ids(chunk: Chunk) -> bytes:
+    return chunk.ids.numpy().tobytes()

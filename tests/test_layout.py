@@ -1,0 +1,50 @@
+"""Imports point one way: up the list in README, never down it, whether at the top of a file or inside a function."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import blendkv
+
+PACKAGE = Path(blendkv.__file__).parent
+_ORDER = """
+_version _paths errors _compat flops report chunk rope prompt selectors.base selectors.static selectors.deviation
+selectors stores.pool stores attention cache plan blend hooks learning proof attaching prefilling library models
+testing passages bench bench.measure bench.tasks bench.methods bench.ttft bench.quality verify demo _console cli
+"""
+ORDER = _ORDER.split()
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of blendkv that a file imports; those for type checkers alone do not count."""
+    found: set[str] = set()
+    skip: set[ast.AST] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            skip |= {inner for child in node.body for inner in ast.walk(child)}
+        if node in skip:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module == "blendkv":
+            found |= {alias.name for alias in node.names if alias.name in ORDER}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("blendkv."):
+            found.add(node.module.removeprefix("blendkv."))
+    return found
+
+
+def module(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
+
+
+def test_every_file_has_its_place():
+    assert sorted(map(module, FILES)) == sorted(ORDER)
+
+
+@pytest.mark.parametrize("path", FILES, ids=module)
+def test_imports_point_up(path):
+    here = ORDER.index(module(path))
+    down = {name for name in imports(path) if ORDER.index(name) >= here}
+    assert not down
