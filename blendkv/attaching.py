@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from blendkv import learning, proof
 from blendkv.errors import NotAttachedError, UnsupportedModelError
 from blendkv.hooks import STATE, Attachment, find_layers, install, require_eval, switch_attention, uninstall
+
+_LOCK = threading.RLock()
 
 
 def unwrapped(model: Any) -> Any:
@@ -36,14 +39,18 @@ def attachment_of(model: Any) -> Attachment:
     return state
 
 
-def attach(model: Any) -> Any:
+def attach(model: Any, refresh: bool = False) -> Any:
     """Makes a model understand `BlendedCache`; idempotent, and inert for any other cache.
 
     The first time a model (by fingerprint) meets this transformers version it is proven: keys re-rotate exactly on
     every layer, exact keys and values stay exact through a blend, ratio 1 equals full prefill (`blendkv.proof`).
 
+    Hooks of others on the layers see the rows that are computed, `[B, S, D]`; one that changes hidden states is not
+    part of the fingerprint.
+
     Args:
         model: a decoder-only transformers model, or a PEFT model around one.
+        refresh: read the weights again, for writes that torch does not count (through `tensor.data`).
 
     Returns:
         The same model.
@@ -54,22 +61,27 @@ def attach(model: Any) -> Any:
         ValueError: if the model is in training mode.
     """
     inner = unwrapped(model)
-    state = inner.__dict__.get(STATE)
-    if state is not None:
-        switch_attention(state)
-        return model
-    learning.refuse_impossible(inner)
-    require_eval(inner)
-    decoder, layers = find_layers(inner)
-    if STATE in decoder.__dict__:  # the decoder was attached alone before
-        detach(decoder)
-    state = Attachment(inner, decoder, layers)
-    install(state)
-    try:
-        proof.require(state)
-    except BaseException:
-        detach(inner)
-        raise
+    with _LOCK:  # a thread that finds a model attached finds it proven
+        state = inner.__dict__.get(STATE)
+        if state is not None and state.dtype == next(inner.parameters()).dtype:
+            switch_attention(state)
+            if refresh:
+                state.fingerprints.clear()
+            return model
+        if state is not None:
+            detach(inner)
+        learning.refuse_impossible(inner)
+        require_eval(inner)
+        decoder, layers = find_layers(inner)
+        if STATE in decoder.__dict__:  # the decoder was attached alone before
+            detach(decoder)
+        state = Attachment(inner, decoder, layers)
+        install(state)
+        try:
+            proof.require(state)
+        except BaseException:
+            uninstall(state)
+            raise
     return model
 
 

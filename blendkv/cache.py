@@ -63,6 +63,8 @@ class BlendedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         key_states, value_states = key_states.detach(), value_states.detach()
         start, stop = self.length, self.length + key_states.shape[-2]
+        if self._keys.is_inference() and not torch.is_inference_mode_enabled():
+            self._map_batch(torch.clone)  # filled under inference_mode: such tensors cannot be written to outside it
         if stop > self._keys.shape[2]:
             old_keys, old_values = self._keys[:, :, :start], self._values[:, :, :start]
             new_keys, new_values = self.allocate(old_keys, old_values, stop)
@@ -105,7 +107,7 @@ class BlendedLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps some rows of the batch."""
-        self._map_batch(lambda t: t[indices.to(t.device) if isinstance(indices, Tensor) else indices])
+        self._map_batch(lambda t: t[torch.as_tensor(indices, device=t.device)])
 
     def offload(self) -> None:
         """Moves the buffers to the CPU."""
@@ -249,6 +251,17 @@ class BlendedCache(Cache):
                 "cache.fork() to run the prompt again"
             )
 
+    def new_ids(self, input_ids: Tensor) -> Tensor:
+        """The ids that the cache does not hold yet: `input_ids`, or their end if they begin with all that is held.
+
+        Assisted decoding hands over the whole prompt in its first step, filled cache or not.
+        """
+        if self.ids is None or input_ids.shape[1] <= self.ids.shape[1] or not self.ids.shape[1]:
+            return input_ids
+        start = input_ids[:, : self.ids.shape[1]].to(self.ids.device)
+        whole = start.shape == self.ids.shape and torch.equal(start, self.ids)
+        return input_ids[:, self.ids.shape[1] :] if whole else input_ids
+
     def record(self, input_ids: Tensor) -> None:
         """Remembers the ids that were appended."""
         self.ids = input_ids if self.ids is None else torch.cat([self.ids, input_ids.to(self.ids.device)], dim=1)
@@ -256,7 +269,9 @@ class BlendedCache(Cache):
     def crop(self, *args: int, **kwargs: int) -> None:
         """As `Cache.crop` of the installed transformers; the recorded ids follow."""
         super().crop(*args, **kwargs)
-        if self.ids is not None:
+        if self.ids is not None and not self.get_seq_length():
+            self.reset()
+        elif self.ids is not None:
             self.ids = self.ids[:, : self.get_seq_length()]
 
     def reset(self) -> None:
@@ -277,7 +292,7 @@ class BlendedCache(Cache):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps some rows of the batch."""
         super().batch_select_indices(indices)
-        self._map_ids(lambda ids: ids[indices.to(ids.device)])
+        self._map_ids(lambda ids: ids[torch.as_tensor(indices, device=ids.device)])
 
     def _map_ids(self, function) -> None:
         if self.ids is not None:

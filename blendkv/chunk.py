@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 KEY_VERSION = 1
 _COSMETIC = {
@@ -201,11 +202,41 @@ def model_fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def weights_version(model: nn.Module) -> tuple:
-    """A cheap token that changes when weights are replaced, updated in place, or adapters switched."""
-    tensors = (*model.parameters(), *model.buffers())
-    versions = tuple((t.data_ptr() if t.device.type != "meta" else 0, _version(t)) for t in tensors)
-    return versions, json.dumps(_adapter_state(model), default=str)
+@dataclass(frozen=True)
+class WeightsVersion:
+    """A cheap token that differs after weights are replaced or updated in place, or adapters switched.
+
+    Writes through `tensor.data` cannot be seen (torch does not count them): `attach(model, refresh=True)` is for them.
+
+    Attributes:
+        tensors: identity of each tensor's storage, its offset, dtype, shape and count of in-place writes.
+        adapters: state of PEFT layers.
+        refs: weak references to the storages; while one is held, no other storage gets the same identity. Never copied
+            (each frees its reference when it goes).
+    """
+
+    tensors: tuple
+    adapters: str
+    refs: tuple = field(compare=False, repr=False)
+
+    def __reduce__(self) -> tuple:
+        """Refuses copies and pickles.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError("a WeightsVersion cannot be copied: take a new one with WeightsVersion.of(model)")
+
+    @classmethod
+    def of(cls, model: nn.Module) -> WeightsVersion:
+        """The version of a model's weights now."""
+        tensors = (*model.parameters(), *model.buffers())
+        refs = tuple(StorageWeakRef(t.untyped_storage()) for t in tensors)
+        names = tuple(
+            (ref.cdata, t.storage_offset(), t.dtype, tuple(t.shape), _version(t))
+            for ref, t in zip(refs, tensors, strict=True)
+        )
+        return cls(names, json.dumps(_adapter_state(model), default=str), refs)
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

@@ -7,6 +7,7 @@ computed, and a hook after the decoder puts the outputs back where they belong. 
 from __future__ import annotations
 
 import warnings
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,11 +19,15 @@ from transformers.cache_utils import Cache
 from blendkv import _compat, attention
 from blendkv.blend import Blend, ModelFacts, take_rows
 from blendkv.cache import BlendedCache, BlendedLayer
-from blendkv.chunk import model_fingerprint, weights_version
+from blendkv.chunk import WeightsVersion, model_fingerprint
 from blendkv.errors import CacheStateError, NotAttachedError, UnsupportedModelError
 
 STATE = "_blendkv_attachment"
 _OUTPUTS = ("hidden_states", "attentions")
+
+
+facts_instead: ContextVar[ModelFacts | None] = ContextVar("blendkv_facts_instead", default=None)
+"""What a proof wants this context, and no other thread, to take for the facts of a model."""
 
 
 class _Stop(Exception):
@@ -72,10 +77,15 @@ class Attachment:
     decoder: Any
     layers: list[nn.Module]
     learnt: ModelFacts | None = None
+    dtype: torch.dtype | None = None
     fingerprints: dict = field(default_factory=dict)
     handles: tuple = ()
     configs: tuple = ()
     wrapped: tuple[str, ...] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or pickle of a model starts without fingerprints: their weak references must not be copied."""
+        return self.__dict__ | {"fingerprints": {}}
 
     @property
     def config(self) -> Any:
@@ -89,9 +99,13 @@ class Attachment:
         Raises:
             NotAttachedError: while nothing is known yet.
         """
+        if (given := facts_instead.get()) is not None:
+            return given
         if self.learnt is None:
             raise NotAttachedError("call blendkv.attach(model) first")
-        version = weights_version(self.model)
+        if self.dtype != next(self.model.parameters()).dtype:
+            raise NotAttachedError("the model's dtype was changed after attach: call blendkv.attach(model) again")
+        version = WeightsVersion.of(self.model)
         if version not in self.fingerprints:
             if len(self.fingerprints) >= 16:  # an adapter that is switched to and fro is looked up, not read again
                 self.fingerprints.clear()
@@ -193,28 +207,37 @@ def _before_model(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None
     cache = _compat.cache_in(args, kwargs)
     if not isinstance(cache, BlendedCache):
         return
+    if kwargs.get("output_router_logits"):
+        raise ValueError("a BlendedCache has no router logits for reused tokens: leave out output_router_logits")
     if kwargs.get("labels") is not None:
         raise ValueError("a BlendedCache has no logits for reused tokens, so there is no loss: leave out labels")
     keep = kwargs.get("logits_to_keep", 0)
     if isinstance(keep, Tensor):
         ids = _compat.bind_arguments(model.forward, args, kwargs).get("input_ids")
-        keep = ids.shape[1] - int(keep.min()) if ids is not None and keep.numel() else 0
+        length = ids.shape[1] if ids is not None else 0
+        keep = length - int((keep % length).min()) if length and keep.numel() else 0
     cache.logits_to_keep = keep or None
 
 
 def _before_decoder(state: Attachment, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]):
     """Starts the blend of an empty `BlendedCache`, or records the ids that a filled one is given."""
+    if attention.blending.get():  # a forward before this one was interrupted where no hook could clean up
+        attention.blending.set(False)
     cache = _compat.cache_in(args, kwargs)
     if not isinstance(cache, BlendedCache):
         return None
     cache.check_usable()
     named = _compat.bind_arguments(decoder.forward, args, kwargs)
-    mask = named.get("attention_mask")
+    mask, position_ids = named.get("attention_mask"), named.get("position_ids")
     ids = _checked_ids(state, cache, named.get("input_ids"), mask)
     if cache.is_filled:
-        cache.record(ids)
-        return None
-    position_ids = named.get("position_ids")
+        new = cache.new_ids(ids)
+        cache.record(new)
+        if new is ids:
+            return None
+        if position_ids is not None:
+            named["position_ids"] = position_ids[..., -new.shape[1] :]
+        return (), named | {"input_ids": new}
     if position_ids is None:
         position_ids = torch.arange(ids.shape[1], device=ids.device)[None]
     if position_ids.shape[-1] != ids.shape[1]:
@@ -247,8 +270,10 @@ def _checked_ids(state: Attachment, cache: BlendedCache, ids: Tensor | None, mas
         raise ValueError(f"check_layers names layer {beyond[0]}, but the model's last is {len(state.layers) - 1}")
     if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
         raise ValueError("pass attention_mask as [batch, tokens]: a ready-made 4D mask cannot be narrowed exactly")
+    if getattr(state.config, "output_router_logits", False):
+        raise ValueError("a BlendedCache has no router logits for reused tokens: set config.output_router_logits=False")
     held = cache.get_seq_length()
-    if mask is not None and mask.shape[1] != held + ids.shape[1]:
+    if mask is not None and mask.shape[1] != held + cache.new_ids(ids).shape[1]:
         raise ValueError(
             f"{ids.shape[1]} input_ids and {held} tokens in the cache, but an attention_mask of {mask.shape[1]}: pass "
             "the ids of the whole prompt to an empty BlendedCache, and a mask over everything"
@@ -333,11 +358,6 @@ def _after_decoder(decoder: nn.Module, args: tuple, kwargs: dict[str, Any], outp
     if getattr(output, "hidden_states", None) is not None:
         rows = [blend.rows_by_layer[0], *blend.rows_by_layer]
         output.hidden_states = tuple(blend.expand(h, r) for h, r in zip(output.hidden_states, rows, strict=False))
-    if getattr(output, "router_logits", None) is not None:
-        output.router_logits = tuple(
-            blend.expand(scores.unflatten(0, (len(blend.plans), -1)), blend.rows_by_layer[0]).flatten(0, 1)
-            for scores in output.router_logits
-        )
     if getattr(output, "attentions", None) is not None:
         output.attentions = tuple(
             a if a is None else blend.expand(a.transpose(1, 2), r).transpose(1, 2)

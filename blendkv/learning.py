@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -142,7 +143,11 @@ def _layer_arguments(state: Attachment, ids: Tensor, positions: Tensor) -> list[
     """What each layer is given in an ordinary forward: hidden states and keyword arguments."""
     seen: list[tuple[Tensor, dict[str, Any]]] = []
 
+    me = threading.get_ident()
+
     def note(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if threading.get_ident() != me:  # somebody else's forward
+            return
         named = _compat.bind_arguments(layer.forward, args, kwargs)
         seen.append((named.pop("hidden_states"), named))
 

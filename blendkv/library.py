@@ -13,6 +13,7 @@ from transformers import BatchEncoding
 
 from blendkv import _compat
 from blendkv.attaching import attach, attachment_of
+from blendkv.blend import ModelFacts
 from blendkv.cache import BlendedCache, Chunk
 from blendkv.chunk import ChunkCache, MissingChunk, chunk_key, tokenizer_fingerprint
 from blendkv.errors import ChunkMissError
@@ -21,9 +22,9 @@ from blendkv.report import BlendReport
 from blendkv.selectors import Selector
 from blendkv.stores import Pool, open_pool
 
-DOCUMENTS, QUESTION = "\ue000documents\ue001", "\ue000question\ue001"
+SYSTEM, DOCUMENTS, QUESTION = "\ue000system\ue001", "\ue000documents\ue001", "\ue000question\ue001"
 """Stand-ins while a chat template is rendered (private-use characters: no template or text has them)."""
-PLAIN = f"{{system}}\n\n{DOCUMENTS}Question: {QUESTION}\nAnswer:"
+PLAIN = f"{SYSTEM}\n\n{DOCUMENTS}Question: {QUESTION}\nAnswer:"
 """The layout for models without a chat template."""
 
 
@@ -215,23 +216,34 @@ class ChunkLibrary:
         """The prompt's text before the documents, between documents and question, and after."""
         if getattr(self.tokenizer, "chat_template", None) is None:
             bos = self.tokenizer.bos_token if self._adds_bos() else ""
-            text = bos + PLAIN.format(system=system or "").lstrip()
+            text = bos + (PLAIN if system else PLAIN.removeprefix(f"{SYSTEM}\n\n"))
         else:
-            text = self._render(system)
-        before, _, rest = text.partition(DOCUMENTS)
+            text = self._render(system is not None)
+        before, _, rest = text.replace(SYSTEM, system or "").partition(DOCUMENTS)
         between, _, after = rest.partition(QUESTION)
         return before, between, after
 
-    def _render(self, system: str | None) -> str:
+    def _render(self, system: bool) -> str:
+        """The chat template with stand-ins for what goes into it.
+
+        Raises:
+            ValueError: if the template does not print each of them once, as it is.
+        """
         user = {"role": "user", "content": DOCUMENTS + QUESTION}
-        if system is None:
-            return self._template([user])
-        try:
-            text = self._template([{"role": "system", "content": system}, user])
-        except Exception:  # templates refuse a system role in their own ways; then it opens the user's turn
-            text = ""
-        if system.strip() not in text:
-            text = self._template([{"role": "user", "content": f"{system}\n\n{DOCUMENTS}{QUESTION}"}])
+        text = ""
+        if system:
+            try:
+                text = self._template([{"role": "system", "content": SYSTEM}, user])
+            except Exception:  # templates refuse a system role in their own ways
+                text = ""
+        if SYSTEM not in text:  # then the system prompt opens the user's turn
+            front = f"{SYSTEM}\n\n" if system else ""
+            text = self._template([user | {"content": front + user["content"]}])
+        if any(text.count(part) != 1 for part in (DOCUMENTS, QUESTION, *([SYSTEM] if system else []))):
+            raise ValueError(
+                "this tokenizer's chat template does not print a message's content once and unchanged, so documents "
+                "cannot be laid out in it: lay out the prompt yourself and pass BlendedCache(chunks) to generate"
+            )
         return text
 
     def _template(self, messages: list[dict[str, str]]) -> str:
@@ -273,23 +285,45 @@ class ChunkLibrary:
         self, wanted: Sequence[tuple[Piece, tuple[int, ...]]], report: BlendReport, strict: bool, compute: bool
     ) -> list[Chunk]:
         """Looks every piece up; computes and stores the missing ones, or says that they are missing."""
-        fingerprint = attachment_of(self.model).facts.fingerprint
+        facts = attachment_of(self.model).facts
         keys = [
-            chunk_key(piece.ids, fingerprint, conditioning, self._tokenizer_digest, self.namespace)
+            chunk_key(piece.ids, facts.fingerprint, conditioning, self._tokenizer_digest, self.namespace)
             for piece, conditioning in wanted
         ]
         have: dict[str, Chunk] = {}
         lacking: dict[str, tuple[Piece, tuple[int, ...]]] = {}
         for key, (piece, conditioning) in zip(keys, wanted, strict=True):
             if key not in have and key not in lacking:
-                chunk = self._checked(self._get(key, report), piece, fingerprint, conditioning)
+                chunk = self._checked(self._get(key, report), piece, facts, conditioning)
                 if chunk is None:
                     lacking[key] = piece, conditioning
                 else:
                     have[key] = chunk
         if not compute:
             have |= {key: MissingChunk(torch.tensor(piece.ids)) for key, (piece, _) in lacking.items()}
-            lacking = {}
+        elif lacking:
+            with self._lock:  # one prefill at a time: what another thread has just computed is not computed again
+                self._fill(lacking, have, facts, report)
+        if strict and report.put_failures:
+            raise ChunkMissError(
+                f"{report.put_failures} chunks could not be stored: give the pool more than "
+                f"{self.pool.capacity_bytes:,} bytes, or use strict=False"
+            )
+        return [have[key] for key in keys]
+
+    def _fill(
+        self,
+        lacking: dict[str, tuple[Piece, tuple[int, ...]]],
+        have: dict[str, Chunk],
+        facts: ModelFacts,
+        report: BlendReport,
+    ) -> None:
+        """Computes and stores what is lacking, by conditioning."""
+        for key, (piece, conditioning) in list(lacking.items()):
+            chunk = self.pool.get(key) if key in self.pool else None
+            if (chunk := self._checked(chunk, piece, facts, conditioning)) is not None:
+                have[key] = chunk
+                del lacking[key]
         for conditioning in dict.fromkeys(c for _, c in lacking.values()):
             group = {key: piece for key, (piece, c) in lacking.items() if c == conditioning}
             with report.clock.stage("prefill"):
@@ -298,12 +332,6 @@ class ChunkLibrary:
             for key, chunk in zip(group, made, strict=True):
                 have[key] = chunk
                 report.put_failures += not self._put(chunk, report)
-        if strict and report.put_failures:
-            raise ChunkMissError(
-                f"{report.put_failures} chunks could not be stored: give the pool more than "
-                f"{self.pool.capacity_bytes:,} bytes, or use strict=False"
-            )
-        return [have[key] for key in keys]
 
     def _get(self, key: str, report: BlendReport) -> ChunkCache | None:
         """What the store has; a store that fails has nothing."""
@@ -322,14 +350,14 @@ class ChunkLibrary:
             return False
 
     def _checked(
-        self, chunk: ChunkCache | None, piece: Piece, fingerprint: str, conditioning: tuple[int, ...]
+        self, chunk: ChunkCache | None, piece: Piece, facts: ModelFacts, conditioning: tuple[int, ...]
     ) -> ChunkCache | None:
         """A chunk from the store only if it is what its key says: even a broken hash serves nothing wrong."""
         if chunk is None:
             return None
         same = (
             tuple(chunk.ids.tolist()) == piece.ids
-            and chunk.fingerprint == fingerprint
+            and facts.mismatch(chunk) is None
             and chunk.conditioning == conditioning
             and chunk.tokenizer == self._tokenizer_digest
             and chunk.namespace == self.namespace
@@ -338,15 +366,14 @@ class ChunkLibrary:
 
     def _compute(self, pieces: list[Piece], conditioning: tuple[int, ...]) -> list[ChunkCache]:
         """Chunks of pieces that were not in the store."""
-        with self._lock:  # one prefill at a time: two threads would compute the same chunks twice
-            made = prefill(
-                self.model,
-                [list(piece.ids) for piece in pieces],
-                conditioning=conditioning,
-                namespace=self.namespace,
-                batch_tokens=self.batch_tokens,
-                progress=self.progress,
-            )
+        made = prefill(
+            self.model,
+            [list(piece.ids) for piece in pieces],
+            conditioning=conditioning,
+            namespace=self.namespace,
+            batch_tokens=self.batch_tokens,
+            progress=self.progress,
+        )
         return [
             ChunkCache(
                 ids=chunk.ids,

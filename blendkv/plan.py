@@ -14,6 +14,8 @@ from blendkv.prompt import Span, find_spans
 from blendkv.report import ChunkUse
 
 Placement = tuple[Span, ChunkCache]
+LAST_ROWS = "among the rows whose logits are wanted"
+"""Why a chunk that is there, and good, is computed all the same."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ def plan_row(
     for i, chunk in enumerate(chunks):
         owner = owners[_ids(chunk)]
         reason = reasons[i] or ("" if owner in seen else "not in the prompt")
+        if not reason and not found[owner]:
+            reason = LAST_ROWS
         use = ChunkUse(
             index=i,
             row=row,
@@ -112,7 +116,7 @@ def require_hits(plan: RowPlan, chunks: Sequence[Chunk]) -> None:
     """
     good = {_ids(chunks[use.index]) for use in plan.uses if use.hit}
     for use in plan.uses:
-        if not use.hit and _ids(chunks[use.index]) not in good:
+        if not use.hit and use.reason != LAST_ROWS and _ids(chunks[use.index]) not in good:
             raise ChunkMissError(
                 f"chunk {use.index} of row {use.row} ({use.tokens} tokens) cannot be used: {use.reason}"
             )

@@ -101,7 +101,8 @@ def _run(
     positions = torch.arange(front + longest, device=device)[None]
     cache = DynamicCache()
     keyword = {_compat.cache_keyword(state.decoder.forward): cache}
-    state.decoder(input_ids=ids.to(device), position_ids=positions.expand(ids.shape), use_cache=True, **keyword)
+    with torch.autocast(device.type, enabled=False):  # stored states are the model's own dtype, wherever they are made
+        state.decoder(input_ids=ids.to(device), position_ids=positions.expand(ids.shape), use_cache=True, **keyword)
     keys: list[list[Tensor]] = [[] for _ in rows]
     values: list[list[Tensor]] = [[] for _ in rows]
     layers = _compat.cached_states(cache)

@@ -89,15 +89,13 @@ def find_spans(prompt: np.ndarray, chunks: Sequence[np.ndarray]) -> list[Span]:
 
 
 def _occurrences(prompt: np.ndarray, needle: np.ndarray) -> list[int]:
-    """Starts of every occurrence of `needle`, without overlaps."""
+    """Starts of every occurrence of `needle`, overlapping ones too."""
     haystack, pattern, size = prompt.tobytes(), needle.tobytes(), prompt.itemsize
     found, at = [], haystack.find(pattern)
     while at >= 0:
         if at % size == 0:
             found.append(at // size)
-            at = haystack.find(pattern, at + len(pattern))
-        else:
-            at = haystack.find(pattern, at + 1)
+        at = haystack.find(pattern, at + 1)
     return found
 
 

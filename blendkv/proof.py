@@ -25,7 +25,7 @@ from blendkv.attention import PREFIX
 from blendkv.cache import BlendedCache
 from blendkv.chunk import ChunkCache
 from blendkv.errors import UnsupportedModelError
-from blendkv.hooks import Attachment
+from blendkv.hooks import Attachment, facts_instead
 from blendkv.learning import ROTATION_BOUND, bound_of, learn, moved_error, own_keys, probe_ids, rms_ratio
 from blendkv.rope import Rotation, on_device
 from blendkv.selectors import Random
@@ -205,11 +205,12 @@ def negative_control(state: Attachment, reference: Reference, bound: float) -> C
     cache = BlendedCache(
         [cut_chunk(state, reference, length // 8, length - length // 8)], recompute_ratio=0.0, reserve=1
     )
-    state.learnt = replace(facts, rotations=tuple(Rotation("none") for _ in facts.rotations))
+    wrong = replace(facts, rotations=tuple(Rotation("none") for _ in facts.rotations))
+    token = facts_instead.set(wrong)
     try:
         run(state, reference.ids, reference.positions, cache)
     finally:
-        state.learnt = facts
+        facts_instead.reset(token)
     states = _compat.cached_states(cache)
     errors = [rms_ratio(states[i][0], reference.layers[i][0]) for i in turned]
     return least(name, min(errors), 10 * bound, "smallest error of keys over layers")
@@ -226,7 +227,7 @@ def require(state: Attachment) -> None:
     """
     checks = []
     try:
-        state.learnt = learn(state)
+        state.learnt, state.dtype = learn(state), next(state.model.parameters()).dtype
         record = _record_path(state)
         if _remembered(record):
             return
@@ -267,9 +268,15 @@ def _code(model: nn.Module) -> list[str]:
     code = set()
     for kind in {type(module) for module in model.modules()}:
         body = getattr(inspect.unwrap(kind.forward), "__code__", None)
-        digest = hashlib.sha256(body.co_code if body is not None else b"").hexdigest()[:16]
+        parts = () if body is None else (body.co_code, body.co_names, [c for c in body.co_consts if not _is_code(c)])
+        digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
         code.add(f"{kind.__module__}.{kind.__qualname__}:{digest}")
     return sorted(code)
+
+
+def _is_code(constant: Any) -> bool:
+    """Whether a constant is itself code (its repr holds an address)."""
+    return hasattr(constant, "co_code")
 
 
 def _remembered(path: Path) -> bool:

@@ -69,7 +69,7 @@ def _attach_unproven(model: nn.Module) -> Attachment:
     learning.refuse_impossible(model)
     state = Attachment(model, *find_layers(model))
     install(state)
-    state.learnt = learning.learn(state)
+    state.learnt, state.dtype = learning.learn(state), next(model.parameters()).dtype
     return state
 
 

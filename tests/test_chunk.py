@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blendkv import ChunkCache, attach, chunk_key, model_fingerprint, prefill
-from blendkv.chunk import ids_bytes, tokenizer_fingerprint, weights_version
+from blendkv.chunk import WeightsVersion, ids_bytes, tokenizer_fingerprint
 from blendkv.testing import byte_tokenizer, tiny_model
 from tests.helpers import tokens
 
@@ -84,12 +84,12 @@ def test_fingerprint_is_stable_and_unmoved_by_attach():
 )
 def test_fingerprint_changes_with_one_weight_element(name):
     model = tiny_model("llama")
-    before, version = model_fingerprint(model), weights_version(model)
+    before, version = model_fingerprint(model), WeightsVersion.of(model)
     with torch.no_grad():
         parameter = model.get_parameter(name).view(-1)
         parameter[parameter.numel() // 3] = torch.nextafter(parameter[parameter.numel() // 3], torch.tensor(9.0))
     assert model_fingerprint(model) != before
-    assert weights_version(model) != version
+    assert WeightsVersion.of(model) != version
 
 
 def test_fingerprint_changes_with_swapped_rows_and_columns():

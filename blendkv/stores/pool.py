@@ -61,9 +61,9 @@ class Pool:
         """Keeps a chunk under its key; False (and counted) if it cannot fit beside what is pinned."""
         chunk = chunk if self.device is None else chunk.to(self.device)
         with self._lock:
-            if chunk.key in self._entries:
-                self._entries.move_to_end(chunk.key)
-                return True
+            known = chunk.key in self._entries
+            if known:
+                self._drop(chunk.key)  # what was there may be what somebody found wanting
             pinned = sum(self._entries[key].nbytes for key in self._pins if key in self._entries)
             if chunk.nbytes + pinned > self.capacity_bytes:
                 self.stats.rejected += 1
@@ -72,7 +72,7 @@ class Pool:
                 self._drop(next(key for key in self._entries if not self._pins[key]))
                 self.stats.evictions += 1
             self._entries[chunk.key] = chunk
-            self.stats.puts += 1
+            self.stats.puts += not known
             self.stats.bytes += chunk.nbytes
             return True
 
