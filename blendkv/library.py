@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -17,47 +16,11 @@ from blendkv.blend import ModelFacts
 from blendkv.cache import BlendedCache, Chunk
 from blendkv.chunk import ChunkCache, MissingChunk, chunk_key, tokenizer_fingerprint
 from blendkv.errors import ChunkMissError
-from blendkv.prefilling import BATCH_TOKENS, TOKENIZER_LOCK, encode, prefill, split_text
+from blendkv.layout import Layout, Piece, Prompt, texts_of
+from blendkv.prefilling import BATCH_TOKENS, prefill
 from blendkv.report import BlendReport
 from blendkv.selectors import Selector
 from blendkv.stores import Pool, open_pool
-
-SYSTEM, DOCUMENTS, QUESTION = "\ue000system\ue001", "\ue000documents\ue001", "\ue000question\ue001"
-"""Stand-ins while a chat template is rendered (private-use characters: no template or text has them)."""
-PLAIN = f"{SYSTEM}\n\n{DOCUMENTS}Question: {QUESTION}\nAnswer:"
-"""The layout for models without a chat template."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of a prompt, tokenised alone.
-
-    Attributes:
-        text: as it stands in the prompt.
-        ids: its token ids.
-        kind: "head" (template and system prompt, kept as a chunk of its own), "chunk", or "text" (always computed).
-    """
-
-    text: str
-    ids: tuple[int, ...]
-    kind: Literal["head", "chunk", "text"]
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt as the concatenation of its pieces' ids."""
-
-    pieces: tuple[Piece, ...]
-
-    @property
-    def ids(self) -> list[int]:
-        """All ids in order."""
-        return [i for piece in self.pieces for i in piece.ids]
-
-    @property
-    def text(self) -> str:
-        """All text in order."""
-        return "".join(piece.text for piece in self.pieces)
 
 
 class BlendedInputs(BatchEncoding):
@@ -142,7 +105,7 @@ class ChunkLibrary:
         self.tokenizer = tokenizer
         self.pool = open_pool(store, capacity_bytes)
         self.condition, self.on_miss = condition, on_miss
-        self.chunk_tokens, self.separator, self.namespace = chunk_tokens, separator, namespace
+        self.layout, self.namespace = Layout(tokenizer, chunk_tokens, separator), namespace
         self.batch_tokens, self.progress = batch_tokens, progress
         self.model = attach(model)
         self._tokenizer_digest = tokenizer_fingerprint(tokenizer)
@@ -186,8 +149,8 @@ class ChunkLibrary:
         Returns:
             One chunk a document, or several for one that is longer than `chunk_tokens`, in order.
         """
-        pieces = [piece for text in _texts(documents) for piece in self._document(text)]
-        conditioning = self._conditioning(self._frame(system)[0])
+        pieces = [piece for text in texts_of(documents) for piece in self.layout.document(text)]
+        conditioning = self._conditioning(self.layout.head(system))
         wanted = [(piece, conditioning) for piece in pieces]
         chunks = self._from_store(wanted, BlendReport(), self.options["strict"], compute=True)
         return [chunk for chunk in chunks if isinstance(chunk, ChunkCache)]
@@ -198,84 +161,22 @@ class ChunkLibrary:
         The model sees the concatenation of the pieces' ids, so template tokens are never inside a chunk, and a BOS
         stands once, in front, if the template (or, without one, the tokenizer) puts it there.
         """
-        before, between, after = self._frame(system)
-        pieces = [self._special(before, "head")]
-        for text in _texts(documents):
-            pieces += self._document(text)
-            pieces.append(self._plain(self.separator))
-        pieces += [self._special(between, "text"), self._plain(question), self._special(after, "text")]
-        return Prompt(tuple(piece for piece in pieces if piece.ids))
+        return self.layout.assemble(documents, question, system)
 
     def clear(self) -> None:
         """Forgets every chunk in memory."""
         self.pool.clear()
 
-    # -- layout -----------------------------------------------------------------------------------------------------
-
-    def _frame(self, system: str | None) -> tuple[str, str, str]:
-        """The prompt's text before the documents, between documents and question, and after."""
-        if getattr(self.tokenizer, "chat_template", None) is None:
-            bos = self.tokenizer.bos_token if self._adds_bos() else ""
-            text = bos + (PLAIN if system else PLAIN.removeprefix(f"{SYSTEM}\n\n"))
-        else:
-            text = self._render(system is not None)
-        before, _, rest = text.replace(SYSTEM, system or "").partition(DOCUMENTS)
-        between, _, after = rest.partition(QUESTION)
-        return before, between, after
-
-    def _render(self, system: bool) -> str:
-        """The chat template with stand-ins for what goes into it.
-
-        Raises:
-            ValueError: if the template does not print each of them once, as it is.
-        """
-        user = {"role": "user", "content": DOCUMENTS + QUESTION}
-        text = ""
-        if system:
-            try:
-                text = self._template([{"role": "system", "content": SYSTEM}, user])
-            except Exception:  # templates refuse a system role in their own ways
-                text = ""
-        if SYSTEM not in text:  # then the system prompt opens the user's turn
-            front = f"{SYSTEM}\n\n" if system else ""
-            text = self._template([user | {"content": front + user["content"]}])
-        if any(text.count(part) != 1 for part in (DOCUMENTS, QUESTION, *([SYSTEM] if system else []))):
-            raise ValueError(
-                "this tokenizer's chat template does not print a message's content once and unchanged, so documents "
-                "cannot be laid out in it: lay out the prompt yourself and pass BlendedCache(chunks) to generate"
-            )
-        return text
-
-    def _template(self, messages: list[dict[str, str]]) -> str:
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-
-    def _adds_bos(self) -> bool:
-        bos = self.tokenizer.bos_token_id
-        with TOKENIZER_LOCK:
-            return bos is not None and self.tokenizer("a")["input_ids"][:1] == [bos]
-
-    def _document(self, text: str) -> list[Piece]:
-        return [self._plain(part, "chunk") for part in split_text(self.tokenizer, text, self.chunk_tokens)]
-
-    def _plain(self, text: str, kind: Literal["chunk", "text"] = "text") -> Piece:
-        return Piece(text, tuple(encode(self.tokenizer, text)) if text else (), kind)
-
-    def _special(self, text: str, kind: Literal["head", "text"]) -> Piece:
-        """A part of the template, whose special tokens are meant."""
-        with TOKENIZER_LOCK:
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else ()
-        return Piece(text, tuple(ids), kind)
-
     # -- chunks -----------------------------------------------------------------------------------------------------
 
-    def _conditioning(self, before: str) -> tuple[int, ...]:
+    def _conditioning(self, head: Piece | None) -> tuple[int, ...]:
         if self.condition == "bos":
             return (self.tokenizer.bos_token_id,)
-        return self._special(before, "head").ids if self.condition == "system" else ()
+        return head.ids if self.condition == "system" and head is not None else ()
 
     def _chunks(self, prompt: Prompt, report: BlendReport, strict: bool) -> list[Chunk]:
         head = next((piece for piece in prompt.pieces if piece.kind == "head"), None)
-        conditioning = self._conditioning(head.text if head else "")
+        conditioning = self._conditioning(head)
         wanted = [
             (piece, conditioning if piece.kind == "chunk" else ()) for piece in prompt.pieces if piece.kind != "text"
         ]
@@ -387,25 +288,3 @@ class ChunkLibrary:
             )
             for chunk, piece in zip(made, pieces, strict=True)
         ]
-
-
-def _texts(documents: Iterable[Any]) -> list[str]:
-    """The text of each document: a string, or an object with `page_content` or `text`.
-
-    Raises:
-        TypeError: for anything else, or a single string.
-        ValueError: for an empty document.
-    """
-    if isinstance(documents, str):
-        raise TypeError("documents is one string: pass a list of documents")
-    texts = []
-    for i, document in enumerate(documents):
-        text = document
-        for name in ("page_content", "text"):
-            text = getattr(document, name, text) if not isinstance(document, str) else text
-        if not isinstance(text, str):
-            raise TypeError(f"document {i} is a {type(document).__name__}: pass text, or an object with page_content")
-        if not text:
-            raise ValueError(f"document {i} is empty: leave it out")
-        texts.append(text)
-    return texts

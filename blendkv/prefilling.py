@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,15 +14,12 @@ from blendkv import _compat
 from blendkv.attaching import attach, attachment_of
 from blendkv.chunk import ChunkCache, tokenizer_fingerprint
 from blendkv.hooks import Attachment, require_eval
+from blendkv.layout import encode
 from blendkv.prompt import as_array
 from blendkv.rope import on_device
 
-TOKENIZER_LOCK = threading.RLock()
-"""Held around every call of a tokenizer."""
 BATCH_TOKENS = 4096
 """Most tokens (padding included) of one forward."""
-_SENTENCE_END = re.compile("(?<=[.!?\u3002\uff01\uff1f])[\"'\u201d\u2019)\\]]*\\s+|\n+|(?<=[\u3002\uff01\uff1f])")
-"""After . ! ? (closing quotes and spaces included), at line ends, and after their full-width kin."""
 
 
 def prefill(
@@ -128,55 +123,6 @@ def batches(lengths: Sequence[int], batch_tokens: int, front: int = 0) -> Iterat
         batch.append(i)
     if batch:
         yield batch
-
-
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """Ids of a text as it stands: nothing added, and text that looks like a special token stays text.
-
-    One thread at a time: whether special tokens are split is a state of the tokenizer.
-    """
-    with TOKENIZER_LOCK:
-        return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-
-
-def split_text(tokenizer: Any, text: str, chunk_tokens: int) -> list[str]:
-    """Cuts a text into pieces of at most `chunk_tokens` tokens, at sentence ends where there are any.
-
-    The pieces joined are the text, byte for byte; a text that is short enough is one piece, so that what a retriever
-    returns is found again.
-
-    Args:
-        tokenizer: counts the tokens.
-        text: what to cut.
-        chunk_tokens: most tokens of a piece.
-    """
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens={chunk_tokens}: give at least one")
-    if len(encode(tokenizer, text)) <= chunk_tokens:
-        return [text]
-    sentences, at = [], 0
-    for match in _SENTENCE_END.finditer(text):
-        sentences.append(text[at : match.end()])
-        at = match.end()
-    sentences = [s for s in [*sentences, text[at:]] if s]
-    pieces: list[str] = []
-    for sentence in sentences:
-        joined = pieces[-1] + sentence if pieces else sentence
-        if pieces and len(encode(tokenizer, joined)) <= chunk_tokens:
-            pieces[-1] = joined
-        else:
-            pieces += _halves(tokenizer, sentence, chunk_tokens)
-    return pieces
-
-
-def _halves(tokenizer: Any, text: str, chunk_tokens: int) -> list[str]:
-    """Cuts one long sentence in halves, at a space if there is one near the middle, until they fit."""
-    if len(text) < 2 or len(encode(tokenizer, text)) <= chunk_tokens:
-        return [text]
-    middle = len(text) // 2
-    space = text.rfind(" ", middle // 2, middle + middle // 2)
-    cut = space if space > 0 else middle
-    return [*_halves(tokenizer, text[:cut], chunk_tokens), *_halves(tokenizer, text[cut:], chunk_tokens)]
 
 
 def _to_ids(chunk: str | Sequence[int] | Tensor, tokenizer: Any) -> Any:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+SHOWN = 16
+"""Chunks listed when a report is printed."""
 STAGES = ("load", "prefill", "decode", "place", "select", "recompute")
 
 
@@ -174,11 +176,27 @@ class BlendReport:
                 runs.append((i, i, layer))
         return [(f"{a}" if a == b else f"{a}-{b}", layer) for a, b, layer in runs]
 
+    def _chunk_rows(self) -> list[tuple[str, ...]]:
+        """Chunk, tokens, found in the prompt, hit or why not; the first `SHOWN` of them."""
+        rows: list[tuple[str, ...]] = [
+            (
+                f"{use.row}:{use.index} {use.key[:8]}".strip(),
+                f"{use.tokens:,}",
+                f"{use.found:,}",
+                ("hit" if use.hit else "miss") + (f" ({use.reason})" if use.reason else ""),
+            )
+            for use in self.chunks[:SHOWN]
+        ]
+        more = len(self.chunks) - SHOWN
+        return [*rows, (f"... {more} more", "", "", "")] if more > 0 else rows
+
     def __str__(self) -> str:
-        """Two tables: the sums, and the origin of rows by layer."""
+        """Three tables: the sums, the chunks, and the origin of rows by layer."""
         if not self.layers:
             return "BlendReport: nothing was blended yet (it is filled by the first forward)"
         lines = [f"{name:<15} {value}" for name, value in self._summary()]
+        lines += ["", f"{'chunk':<15}{'tokens':>8}{'found':>8}"]
+        lines += [f"{name:<15}{tokens:>8}{found:>8}  {what}" for name, tokens, found, what in self._chunk_rows()]
         lines += [
             "",
             f"{'layers':<10}{'reused':>9}{'recomputed':>12}{'fresh':>8}{'missed':>8}{'probed':>8}{'through':>9}",
@@ -190,7 +208,7 @@ class BlendReport:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """The same two tables for a notebook."""
+        """The same three tables for a notebook."""
         cells = "".join(f"<tr><th>{html.escape(n)}</th><td>{html.escape(v)}</td></tr>" for n, v in self._summary())
         head = "".join(
             f"<th>{h}</th>" for h in ("layers", "reused", "recomputed", "fresh", "missed", "probed", "through")
@@ -201,7 +219,11 @@ class BlendReport:
             + "</tr>"
             for name, r in self._layer_runs()
         )
-        return f"<table>{cells}</table><table><tr>{head}</tr>{body}</table>"
+        chunks = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in self._chunk_rows()
+        )
+        titles = "".join(f"<th>{h}</th>" for h in ("chunk", "tokens", "found", ""))
+        return f"<table>{cells}</table><table><tr>{titles}</tr>{chunks}</table><table><tr>{head}</tr>{body}</table>"
 
 
 class Clock:

@@ -16,9 +16,10 @@ from blendkv.bench.methods import states_of
 from blendkv.cache import BlendedCache
 from blendkv.chunk import ChunkCache
 from blendkv.hooks import Attachment, find_layers, install
+from blendkv.layout import encode
 from blendkv.learning import bound_of, probe_ids, rms_ratio
 from blendkv.passages import read_passages
-from blendkv.prefilling import encode, prefill
+from blendkv.prefilling import prefill
 from blendkv.proof import BLEND_BOUND, Check, cut_chunk, full_prefill, most
 from blendkv.selectors import HKVD, Random
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from blendkv import BlendedCache, ChunkLibrary, ChunkMissError, Pool, _compat
-from blendkv.prefilling import encode
+from blendkv.layout import encode
 from blendkv.testing import byte_tokenizer, tiny_model
 from tests.helpers import full
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from blendkv import prefill
 from blendkv.attaching import attachment_of
-from blendkv.prefilling import batches, encode, split_text
+from blendkv.layout import encode, split_text
+from blendkv.prefilling import batches
 from blendkv.testing import FAMILIES, byte_tokenizer, tiny_model
 from tests.helpers import full, tokens
 

@@ -37,7 +37,10 @@ def test_text(filled):
     assert "2 hit, 1 not" in text
     assert "13 tokens late <b>" in text
     assert "hkvd {1: 0.5, 3: 0.1}" in text
-    table = text.split("\n\n")[1].splitlines()
+    chunks, table = (part.splitlines() for part in text.split("\n\n")[1:])
+    assert [line.split()[0] for line in chunks] == ["chunk", "0:0", "0:1", "0:2"]
+    assert "13  miss (late <b>)" in chunks[1]
+    assert all(line.endswith("hit") for line in chunks[2:])
     assert [line.split()[0] for line in table] == ["layers", "0", "1", "2", "3"]
     names = table[0].split()
     for line, layer in zip(table[1:], filled.layers, strict=True):
@@ -55,7 +58,7 @@ def test_equal_layers_are_folded():
 
 def test_html_is_escaped(filled):
     html = filled._repr_html_()
-    assert html.count("<table>") == html.count("</table>") == 2
+    assert html.count("<table>") == html.count("</table>") == 3
     assert "<b>" not in html
     assert "late &lt;b&gt;" in html
 

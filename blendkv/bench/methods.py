@@ -7,6 +7,7 @@ that makes several calls (MapReduce, MapRerank) writes its own `prepare`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
@@ -140,7 +141,7 @@ class CacheAnswerer:
         return Answer(output.sequences[0, ids.shape[1] :], logits, report)
 
 
-class CacheMethod:
+class CacheMethod(ABC):
     """A method that is one `generate` from a cache. Subclasses say which."""
 
     name: ClassVar[str]
@@ -149,9 +150,9 @@ class CacheMethod:
         """See `Method`."""
         return CacheAnswerer(case, self.cache_maker(case))
 
+    @abstractmethod
     def cache_maker(self, case: Case) -> Callable[[], Cache | None]:
         """Computes what is stored; returns what makes a new cache from it for each call."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

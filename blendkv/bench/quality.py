@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from blendkv.bench.measure import kl_divergence, paired_bootstrap
 from blendkv.bench.methods import Blend, Case, forced_logits, greedy_answer
 from blendkv.bench.tasks import Example
-from blendkv.prefilling import encode
+from blendkv.layout import encode
 from blendkv.selectors import Selector, get_selector
 
 STEPS = 12

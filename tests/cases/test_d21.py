@@ -47,7 +47,7 @@ def test_d21_the_text_of_the_prompt_is_the_template_around_the_documents(kv):
     assert kinds.count("head") == 1
     assert [piece.text for piece in prompt.pieces if piece.kind == "chunk"] == DOCUMENTS
     if kv.tokenizer.chat_template is not None:
-        content = "".join(text + kv.separator for text in DOCUMENTS) + "Why?"
+        content = "".join(text + kv.layout.separator for text in DOCUMENTS) + "Why?"
         turns = [{"role": "system", "content": "Be short."}, {"role": "user", "content": content}]
         assert prompt.text == kv.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
 

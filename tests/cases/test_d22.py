@@ -3,7 +3,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from blendkv import ChunkLibrary
-from blendkv.prefilling import encode, split_text
+from blendkv.layout import encode, split_text
 from blendkv.prompt import count_joint_differences
 from blendkv.testing import byte_tokenizer
 from tests.cases.common import bundled_tokenizer, model_of
