@@ -89,7 +89,7 @@ class RowMask:
             length: number of keys.
 
         Yields:
-            (rows, keys, mask `[B, 1, groups * rows, keys]`: 0 where visible, `hidden_score` where not). Layers that
+            (rows, keys, mask `[B, 1, rows * groups, keys]`: 0 where visible, `hidden_score` where not). Layers that
             ask for the same get the same tensor, while they fit in `MASK_BYTES`.
         """
         size = max(1, BLOCK_QUERIES.get(like.device.type, BLOCK_QUERIES["cuda"]) // groups)
@@ -109,7 +109,7 @@ class RowMask:
         visible = self.lazy.visible(self.rows[:, part].to(like.device), keys)
         mask = torch.zeros(visible.shape, dtype=like.dtype, device=like.device)
         mask.masked_fill_(~visible, hidden_score(like.dtype))
-        return mask.expand(-1, groups, -1, -1).reshape(mask.shape[0], 1, -1, keys)
+        return mask.repeat_interleave(groups, dim=2) if groups > 1 else mask
 
 
 def hidden_score(dtype: torch.dtype) -> float:
@@ -141,18 +141,19 @@ def scattered_sdpa(
     """
     b, q, s, d = query.shape
     h, groups = key.shape[1], q // key.shape[1]
-    out = torch.empty(b, s, q, value.shape[-1], dtype=query.dtype, device=query.device)
-    for rows, keys, additive in mask.blocks(query, groups, key.shape[2]):
-        part = F.scaled_dot_product_attention(
-            query[:, :, rows].reshape(b, h, -1, d),
+    folded = query.reshape(b, h, groups, s, d).transpose(2, 3).reshape(b, h, s * groups, d)
+    parts = [
+        F.scaled_dot_product_attention(
+            folded[:, :, rows.start * groups : rows.stop * groups],
             key[:, :, :keys],
             value[:, :, :keys],
             attn_mask=additive,
             dropout_p=dropout,
             scale=scaling,
         )
-        out[:, rows] = part.reshape(b, q, rows.stop - rows.start, -1).transpose(1, 2)
-    return out
+        for rows, keys, additive in mask.blocks(query, groups, key.shape[2])
+    ]
+    return torch.cat(parts, dim=2).view(b, h, s, groups, -1).transpose(1, 2).reshape(b, s, q, -1)
 
 
 def scattered_eager(base: Callable, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: RowMask, **kw):
