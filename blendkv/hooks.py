@@ -346,8 +346,13 @@ def _after_decoder(decoder: nn.Module, args: tuple, kwargs: dict[str, Any], outp
         return None
     blend, cache._blend = cache._blend, None
     blend.end()
-    if output is None or len(blend.rows_by_layer) != len(cache.layers):  # an error, or a layer that was skipped
+    if output is None:  # an error is on its way
         return None
+    if len(blend.rows_by_layer) != len(cache.layers):
+        raise UnsupportedModelError(
+            f"only {len(blend.rows_by_layer)} of {len(cache.layers)} layers ran in the first forward: a blend needs "
+            "all of them (no early exit, no layer skipping)"
+        )
     last = blend.rows
     blend.finish()
     cache._failed = False

@@ -11,7 +11,16 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from blendkv import BlendedCache, CacheStateError, ChunkLibrary, Pool, attach, model_fingerprint, prefill
+from blendkv import (
+    BlendedCache,
+    CacheStateError,
+    ChunkLibrary,
+    Pool,
+    UnsupportedModelError,
+    attach,
+    model_fingerprint,
+    prefill,
+)
 from blendkv.attaching import attachment_of
 from blendkv.prompt import find_spans
 from blendkv.testing import byte_tokenizer, tiny_model
@@ -206,3 +215,16 @@ def test_negative_indices_of_logits_to_keep_count_from_the_end():
     case = make_case(model)
     run(model, case.ids, cache := BlendedCache(case.caches, 0.0), logits_to_keep=torch.tensor([-1]))
     assert cache.report.reused_tokens == sum(map(len, case.chunks))
+
+
+def test_a_forward_that_skips_layers_is_refused():
+    """Early exit leaves layers without keys and values: said at once, not at the next token."""
+    model = attach(tiny_model("llama"))
+    case = make_case(model)
+    model.config.num_hidden_layers = 3
+    try:
+        with pytest.raises(UnsupportedModelError, match="3 of 4 layers"):
+            run(model, case.ids, BlendedCache(case.caches))
+    finally:
+        model.config.num_hidden_layers = 4
+    run(model, case.ids, BlendedCache(case.caches))
