@@ -13,6 +13,7 @@ from blendkv import flops
 from blendkv.attention import LazyMask, RowMask, blending
 from blendkv.cache import BlendedCache
 from blendkv.chunk import ChunkCache
+from blendkv.errors import UnsupportedModelError
 from blendkv.plan import RowPlan, chunks_per_row, plan_row, require_hits
 from blendkv.report import BlendReport, ChunkUse, LayerRows
 from blendkv.rope import Rotation, on_device
@@ -299,9 +300,21 @@ class Blend:
         self.report.cache_bytes = sum(t.nbytes for la in self.cache.blended for t in (la._keys, la._values))
 
     def expand(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
-        """`[B, S, ...]` of computed rows as `[B, T, ...]`, NaN where nothing was computed."""
-        if rows is None or hidden.shape[1] != rows.shape[1]:
-            return hidden
+        """`[B, S, ...]` of computed rows as `[B, T, ...]`, NaN where nothing was computed.
+
+        What has T rows although fewer were computed (the embeddings) stays as it is.
+
+        Raises:
+            UnsupportedModelError: if the number of rows is neither, so that nobody could say which they are.
+        """
+        computed = self.length if rows is None else rows.shape[1]
+        if rows is None or hidden.shape[1] != computed:
+            if hidden.shape[1] == self.length:
+                return hidden
+            raise UnsupportedModelError(
+                f"an output of {hidden.shape[1]} rows where {computed} of {self.length} were computed: leave out "
+                "output_hidden_states and output_attentions for a blend with this model"
+            )
         full = hidden.new_full((hidden.shape[0], self.length, *hidden.shape[2:]), float("nan"))
         batch = torch.arange(hidden.shape[0], device=hidden.device)[:, None]
         full[batch, rows.to(hidden.device)] = hidden

@@ -6,7 +6,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -101,16 +101,8 @@ class ChunkCache:
         """This chunk with every layer on one device (itself if it is there already)."""
         if all(t.device == torch.device(device) for t in (*self.keys, *self.values)):
             return self
-        return ChunkCache(
-            ids=self.ids,
-            keys=tuple(t.to(device) for t in self.keys),
-            values=tuple(t.to(device) for t in self.values),
-            fingerprint=self.fingerprint,
-            conditioning=self.conditioning,
-            tokenizer=self.tokenizer,
-            namespace=self.namespace,
-            text=self.text,
-        )
+        keys, values = (tuple(t.to(device) for t in states) for states in (self.keys, self.values))
+        return replace(self, keys=keys, values=values)
 
 
 @dataclass(frozen=True)

@@ -362,10 +362,12 @@ def _after_decoder(decoder: nn.Module, args: tuple, kwargs: dict[str, Any], outp
     output.last_hidden_state = blend.expand(output.last_hidden_state, last)
     if getattr(output, "hidden_states", None) is not None:
         rows = [blend.rows_by_layer[0], *blend.rows_by_layer]
-        output.hidden_states = tuple(blend.expand(h, r) for h, r in zip(output.hidden_states, rows, strict=False))
+        output.hidden_states = tuple(
+            h if h is None else blend.expand(h, r) for h, r in zip(output.hidden_states, rows, strict=True)
+        )
     if getattr(output, "attentions", None) is not None:
         output.attentions = tuple(
             a if a is None else blend.expand(a.transpose(1, 2), r).transpose(1, 2)
-            for a, r in zip(output.attentions, blend.rows_by_layer, strict=False)
+            for a, r in zip(output.attentions, blend.rows_by_layer, strict=True)
         )
     return output

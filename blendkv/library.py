@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -276,15 +277,6 @@ class ChunkLibrary:
             progress=self.progress,
         )
         return [
-            ChunkCache(
-                ids=chunk.ids,
-                keys=chunk.keys,
-                values=chunk.values,
-                fingerprint=chunk.fingerprint,
-                conditioning=chunk.conditioning,
-                tokenizer=self._tokenizer_digest,
-                namespace=chunk.namespace,
-                text=piece.text,
-            )
+            replace(chunk, tokenizer=self._tokenizer_digest, text=piece.text)
             for chunk, piece in zip(made, pieces, strict=True)
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -34,7 +35,7 @@ class RowPlan:
     missed: int
     uses: list[ChunkUse]
 
-    @property
+    @cached_property
     def chunk_tokens(self) -> int:
         """Tokens filled from chunks unless they are recomputed."""
         return sum(span.length for span, _ in self.placed)
@@ -44,7 +45,7 @@ class RowPlan:
         """Stored keys and values that are placed."""
         return sum(chunk.nbytes // len(chunk) * span.length for span, chunk in self.placed)
 
-    @property
+    @cached_property
     def runs(self) -> list[list[Placement]]:
         """Spans that follow each other without a gap, together: placed at once."""
         runs: list[list[Placement]] = []
