@@ -10,7 +10,7 @@ from blendkv._version import __version__
 if TYPE_CHECKING:
     from blendkv.attaching import attach, detach
     from blendkv.cache import BlendedCache
-    from blendkv.chunk import ChunkCache, MissingChunk, chunk_key, model_fingerprint
+    from blendkv.chunk import ChunkCache, MissingChunk, chunk_key
     from blendkv.errors import (
         BlendError,
         CacheStateError,
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
     from blendkv.report import BlendReport
     from blendkv.selectors import HKVD, Boundary, Random, Selector
     from blendkv.stores import Pool
+    from blendkv.weights import model_fingerprint
 
 _HOMES = {
     "blendkv.cache": ("BlendedCache",),
-    "blendkv.chunk": ("ChunkCache", "MissingChunk", "chunk_key", "model_fingerprint"),
+    "blendkv.chunk": ("ChunkCache", "MissingChunk", "chunk_key"),
     "blendkv.errors": (
         "BlendError",
         "CacheStateError",
@@ -42,6 +43,7 @@ _HOMES = {
     "blendkv.report": ("BlendReport",),
     "blendkv.selectors": ("HKVD", "Boundary", "Random", "Selector"),
     "blendkv.stores": ("Pool",),
+    "blendkv.weights": ("model_fingerprint",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

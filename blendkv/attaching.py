@@ -66,7 +66,7 @@ def attach(model: Any, refresh: bool = False) -> Any:
         if state is not None and state.dtype == next(inner.parameters()).dtype:
             switch_attention(state)
             if refresh:
-                state.fingerprints.clear()
+                state.fingerprints.forget()
             return model
         if state is not None:
             detach(inner)

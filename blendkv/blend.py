@@ -25,7 +25,7 @@ class ModelFacts:
     """What a blend must know of a model; `attach` finds it out (`learning.learn`).
 
     Attributes:
-        fingerprint: `chunk.model_fingerprint` of the weights as they are now.
+        fingerprint: `weights.model_fingerprint` of the weights as they are now.
         rotations: one a layer.
         rotary: the model's rotary module, or None.
         dtype: of keys and values.

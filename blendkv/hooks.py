@@ -19,8 +19,8 @@ from transformers.cache_utils import Cache
 from blendkv import _compat, attention
 from blendkv.blend import Blend, ModelFacts, take_rows
 from blendkv.cache import BlendedCache, BlendedLayer
-from blendkv.chunk import WeightsVersion, model_fingerprint
 from blendkv.errors import CacheStateError, NotAttachedError, UnsupportedModelError
+from blendkv.weights import Fingerprints
 
 STATE = "_blendkv_attachment"
 _OUTPUTS = ("hidden_states", "attentions")
@@ -78,14 +78,14 @@ class Attachment:
     layers: list[nn.Module]
     learnt: ModelFacts | None = None
     dtype: torch.dtype | None = None
-    fingerprints: dict = field(default_factory=dict)
+    fingerprints: Fingerprints = field(init=False)
     handles: tuple = ()
     configs: tuple = ()
     wrapped: tuple[str, ...] = ()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy or pickle of a model starts without fingerprints: their weak references must not be copied."""
-        return self.__dict__ | {"fingerprints": {}}
+    def __post_init__(self) -> None:
+        """Starts with nothing known."""
+        self.fingerprints = Fingerprints(self.model)
 
     @property
     def config(self) -> Any:
@@ -105,12 +105,7 @@ class Attachment:
             raise NotAttachedError("call blendkv.attach(model) first")
         if self.dtype != next(self.model.parameters()).dtype:
             raise NotAttachedError("the model's dtype was changed after attach: call blendkv.attach(model) again")
-        version = WeightsVersion.of(self.model)
-        if version not in self.fingerprints:
-            if len(self.fingerprints) >= 16:  # an adapter that is switched to and fro is looked up, not read again
-                self.fingerprints.clear()
-            self.fingerprints[version] = model_fingerprint(self.model)
-        return replace(self.learnt, fingerprint=self.fingerprints[version])
+        return replace(self.learnt, fingerprint=self.fingerprints.now())
 
 
 def require_eval(model: Any) -> None:

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blendkv import ChunkCache, attach, chunk_key, model_fingerprint, prefill
-from blendkv.chunk import WeightsVersion, ids_bytes, tokenizer_fingerprint
+from blendkv.chunk import ids_bytes, tokenizer_fingerprint
 from blendkv.testing import byte_tokenizer, tiny_model
+from blendkv.weights import WeightsVersion, WeightsWatch
 from tests.helpers import tokens
 
 GOLDEN = "fe5b74b048c241f5c5b95d1f675186c9aaf75f1f8067a22f437bffa4ff19d376"
@@ -84,12 +85,14 @@ def test_fingerprint_is_stable_and_unmoved_by_attach():
 )
 def test_fingerprint_changes_with_one_weight_element(name):
     model = tiny_model("llama")
-    before, version = model_fingerprint(model), WeightsVersion.of(model)
+    before, version, watch = model_fingerprint(model), WeightsVersion.of(model), WeightsWatch(model)
+    assert watch.unchanged()
     with torch.no_grad():
         parameter = model.get_parameter(name).view(-1)
         parameter[parameter.numel() // 3] = torch.nextafter(parameter[parameter.numel() // 3], torch.tensor(9.0))
     assert model_fingerprint(model) != before
     assert WeightsVersion.of(model) != version
+    assert not watch.unchanged()
 
 
 def test_fingerprint_changes_with_swapped_rows_and_columns():

@@ -17,8 +17,8 @@ from transformers.cache_utils import DynamicCache
 
 from blendkv import BlendedCache, ChunkCache, Selector, _compat, models
 from blendkv.attaching import attachment_of
-from blendkv.chunk import model_fingerprint
 from blendkv.testing import tiny_model
+from blendkv.weights import model_fingerprint
 
 EXACT = 1e-4
 

@@ -1,0 +1,212 @@
+"""The weights of a model as they are now: a digest that decides identity, and cheap ways to see that they changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from blendkv.chunk import framed
+
+_COSMETIC = {
+    "_name_or_path",
+    "architectures",
+    "transformers_version",
+    "output_attentions",
+    "output_hidden_states",
+    "use_cache",
+    "return_dict",
+    "torch_dtype",
+    "dtype",
+    "chunk_size_feed_forward",
+    "id2label",
+    "label2id",
+    "problem_type",
+}
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """Digest of everything in a model that decides its keys and values; equal on CPU and GPU.
+
+    Covers the architecture class, the config without cosmetic keys, every parameter and buffer (dtype, shape and a
+    checksum of rows and columns of its bits, so that one changed element changes it) and the state of adapters.
+    A pass over the weights: 0.1 s for 135M parameters on a CPU, milliseconds on a GPU.
+    """
+    config = getattr(model, "config", None)
+    settings = config.to_dict() if config is not None else {}
+    digest = hashlib.sha256()
+    head = [
+        f"{type(model).__module__}.{type(model).__qualname__}",
+        json.dumps({k: v for k, v in settings.items() if k not in _COSMETIC}, sort_keys=True, default=str),
+        json.dumps(_adapter_state(model), default=str),
+    ]
+    digest.update(framed(s.encode() for s in head))
+    for name, tensor in sorted((*model.named_parameters(), *model.named_buffers()), key=lambda item: item[0]):
+        shape = f"{name}:{tensor.dtype}:{tuple(tensor.shape)}"
+        digest.update(framed([shape.encode(), _checksum(tensor.detach())]))
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class WeightsVersion:
+    """A cheap token that differs after weights are replaced or updated in place, or adapters switched.
+
+    Writes through `tensor.data` cannot be seen (torch does not count them): `attach(model, refresh=True)` is for them.
+
+    Attributes:
+        tensors: identity of each tensor's storage, its offset, dtype, shape and count of in-place writes.
+        adapters: state of PEFT layers.
+        refs: weak references to the storages; while one is held, no other storage gets the same identity. Never copied
+            (each frees its reference when it goes).
+    """
+
+    tensors: tuple
+    adapters: str
+    refs: tuple = field(compare=False, repr=False)
+
+    def __reduce__(self) -> tuple:
+        """Refuses copies and pickles.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError("a WeightsVersion cannot be copied: take a new one with WeightsVersion.of(model)")
+
+    @classmethod
+    def of(cls, model: nn.Module) -> WeightsVersion:
+        """The version of a model's weights now."""
+        tensors = (*model.parameters(), *model.buffers())
+        refs = tuple(StorageWeakRef(t.untyped_storage()) for t in tensors)
+        names = tuple(
+            (ref.cdata, t.storage_offset(), t.dtype, tuple(t.shape), _version(t))
+            for ref, t in zip(refs, tensors, strict=True)
+        )
+        return cls(names, json.dumps(_adapter_state(model), default=str), refs)
+
+
+class WeightsWatch:
+    """Sees whether any weight, buffer, submodule or adapter was replaced or written to since it was made.
+
+    The same changes as `WeightsVersion`, at a tenth of its cost: it only says whether, and a change that is undone
+    still counts.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tensors, self._folders, self._adapters = [], [], []
+        for module in model.modules():
+            for held in (module._parameters, module._buffers, module._modules):
+                if held:
+                    self._folders.append((held, len(held)))
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    if tensor is not None:
+                        ref = weakref.ref(tensor)
+                        self._tensors.append((held, name, ref, _address(tensor), _version(tensor)))
+            for name, child in module._modules.items():
+                self._folders.append((module._modules, name, weakref.ref(child) if child is not None else None))
+            if _is_adapter(module):
+                self._adapters.append(module)
+        self._adapter_state = [_state_of(module) for module in self._adapters]
+
+    def unchanged(self) -> bool:
+        """True if everything is as it was."""
+        for held, name, ref, address, version in self._tensors:
+            tensor = held.get(name)
+            if tensor is not ref() or _address(tensor) != address or _version(tensor) != version:
+                return False
+        for held, *entry in self._folders:
+            if len(entry) == 1:
+                if len(held) != entry[0]:
+                    return False
+            elif held.get(entry[0]) is not (entry[1]() if entry[1] is not None else None):
+                return False
+        return self._adapter_state == [_state_of(module) for module in self._adapters]
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # a subclass without storage of its own: its parts are buffers of their own
+        return 0
+
+
+@dataclass
+class Fingerprints:
+    """The fingerprint of a model as it is now; weights are read again only after something changed.
+
+    A copy or pickle starts with nothing known: weak references must not be copied.
+    """
+
+    model: nn.Module
+    _known: dict = field(default_factory=dict, repr=False)
+    _watch: WeightsWatch | None = field(default=None, repr=False)
+    _latest: str = ""
+
+    def now(self) -> str:
+        """`model_fingerprint` of the weights as they are."""
+        if self.unchanged():
+            return self._latest
+        self._watch, version = WeightsWatch(self.model), WeightsVersion.of(self.model)
+        if version not in self._known:
+            if len(self._known) >= 16:  # an adapter that is switched to and fro is looked up, not read again
+                self._known.clear()
+            self._known[version] = model_fingerprint(self.model)
+        self._latest = self._known[version]
+        return self._latest
+
+    def unchanged(self) -> bool:
+        """Whether nothing was replaced or written to since `now` was last asked."""
+        return self._watch is not None and self._watch.unchanged()
+
+    def forget(self) -> None:
+        """Has everything read again, for writes that torch does not count."""
+        self._known.clear()
+        self._watch = None
+
+    def __getstate__(self) -> dict:
+        """The model alone."""
+        return {"model": self.model, "_known": {}, "_watch": None, "_latest": ""}
+
+
+def _is_adapter(module: nn.Module) -> bool:
+    return hasattr(module, "active_adapters") and hasattr(module, "scaling")
+
+
+def _state_of(module: nn.Module) -> list:
+    scaling = getattr(module, "scaling", {})
+    return [
+        list(module.active_adapters),
+        bool(getattr(module, "disable_adapters", False)),
+        list(getattr(module, "merged_adapters", [])),
+        sorted(scaling.items()) if isinstance(scaling, dict) else str(scaling),
+    ]
+
+
+def _adapter_state(model: nn.Module) -> list:
+    """What PEFT layers would do to a forward beyond their weights: active adapters, scales, merges."""
+    return [[name, *_state_of(module)] for name, module in model.named_modules() if _is_adapter(module)]
+
+
+_INTEGER_VIEW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _checksum(tensor: Tensor) -> bytes:
+    """Sums of a tensor's bits over rows and over columns, as int64 (the same on every device)."""
+    if tensor.device.type == "meta":
+        return b"meta"
+    if tensor.numel() == 0:
+        return b""
+    bits = tensor.contiguous().view(_INTEGER_VIEW[tensor.element_size()]) if not tensor.is_complex() else tensor.real
+    rows = bits.reshape(bits.shape[0] if bits.ndim > 1 else 1, -1)
+    sums = (rows.sum(1, dtype=torch.int64), rows.sum(0, dtype=torch.int64))
+    return b"".join(np.ascontiguousarray(s.cpu().numpy(), dtype="<i8").tobytes() for s in sums)
