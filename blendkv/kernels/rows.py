@@ -104,7 +104,7 @@ def _scatter(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     index = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
     inside = index < count
     row = tl.load(rows + b * rows_b + index, mask=inside, other=0)
@@ -153,7 +153,8 @@ def _deviation(
     at = fresh + b * fresh_b + index.to(tl.int64)[:, None] * fresh_s + dim
     squares = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
     for h in range(H):
-        new = tl.load(at + h * fresh_h, mask=mask, other=0.0).to(tl.float32)
+        new = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         held = tl.load(stored + ((b * H + h) * capacity + row)[:, None] * D + dim, mask=mask, other=0.0)
         squares += (new - held.to(tl.float32)) * (new - held.to(tl.float32))
+        at += fresh_h
     tl.store(out + b * count + index, tl.sum(squares, 1), mask=inside)
