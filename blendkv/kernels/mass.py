@@ -12,10 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_F = 64
-"""Folded rows of a tile."""
-BLOCK_K = 64
-"""Keys of a tile."""
+BLOCK = {2: 64, 4: 32}
+"""Folded rows, and keys, of a tile, by the bytes of a number: larger tiles of fp32 do not fit into registers."""
 SPLITS = 64
 """Parts, at most, that the first pass cuts the keys into."""
 WARPS, STAGES = 4, 2
@@ -55,13 +53,14 @@ def attention_mass(
     """
     batch, all_heads, count, dim = query.shape
     groups = all_heads // heads
-    split = BLOCK_K * triton.cdiv(triton.cdiv(tokens, BLOCK_K), SPLITS)
+    block = BLOCK[query.element_size()]
+    split = block * triton.cdiv(triton.cdiv(tokens, block), SPLITS)
     splits = triton.cdiv(tokens, split)
     part = torch.empty(batch, heads, splits, count * groups, dtype=torch.float32, device=query.device)
     mass = torch.empty(batch, heads, tokens, dtype=torch.float32, device=query.device)
-    hidden = None if padding is None else padding.view(torch.uint8)
+    real = None if padding is None else padding.view(torch.uint8)
     inputs = (query, *query.stride()[:3], rows, rows.stride(0), count, table, layer, tokens)
-    inputs += (hidden, 0 if hidden is None else hidden.stride(0))
+    inputs += (real, 0 if real is None else real.stride(0))
     constants = {
         "SCALING": scaling,
         "WINDOW": window,
@@ -69,16 +68,15 @@ def attention_mass(
         "H": heads,
         "G": groups,
         "D": dim,
-        "BLOCK_F": BLOCK_F,
-        "BLOCK_K": BLOCK_K,
+        "BLOCK_F": block,
+        "BLOCK_K": block,
         "BLOCK_D": triton.next_power_of_2(dim),
         "num_warps": WARPS,
         "num_stages": STAGES,
     }
-    tiles = triton.cdiv(count * groups, BLOCK_F)
-    _normalise[tiles, splits, batch * heads](*inputs, sinks, split, part, **constants)
+    _normalise[triton.cdiv(count * groups, block), splits, batch * heads](*inputs, sinks, split, part, **constants)
     total = torch.logsumexp(part, 2)
-    _sum[triton.cdiv(tokens, BLOCK_K), batch * heads](*inputs, total, mass, **constants)
+    _sum[triton.cdiv(tokens, block), batch * heads](*inputs, total, mass, **constants)
     return mass.sum(1)
 
 
