@@ -64,7 +64,7 @@ def locate(placed: Sequence[tuple[np.ndarray, int]], layers: range) -> np.ndarra
         `[len(layers), P, 2]` int64: keys, values.
     """
     chosen = slice(layers.start, layers.stop, layers.step)
-    found = np.stack([table[chosen] for table, _ in placed], 1)
+    found = np.stack([bases[chosen] for bases, _ in placed], 1)
     offsets = np.array([offset for _, offset in placed], np.int64)
     return found[..., 0] + offsets[:, None] * found[..., 1]
 

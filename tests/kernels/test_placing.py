@@ -95,7 +95,8 @@ def test_no_pieces(buffers, device):
     assert cache.layers[0][0].isnan().all()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_from_pinned_memory(buffers, close, device):
     cache, placed = scene(buffers, device, torch.bfloat16, 128, 128, 8)
     chunks = {id(chunk): chunk.to("cpu") for chunk, *_ in placed}
