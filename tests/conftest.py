@@ -8,6 +8,9 @@ import os
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
+
 from blendkv.attaching import attach
 from blendkv.testing import tiny_model
 

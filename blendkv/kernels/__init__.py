@@ -1,0 +1,1 @@
+"""Triton kernels for what a blend does on a GPU, and their slow twins in plain torch (`naive`)."""
