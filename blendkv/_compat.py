@@ -17,6 +17,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
+from transformers.masking_utils import causal_mask_function as causal_mask_function
 
 TRANSFORMERS_VERSION = transformers.__version__
 CACHE_NAMES = ("cache", "past_key_values")
@@ -39,6 +40,11 @@ def cache_keyword(forward: Callable) -> str:
     """The name under which `forward` takes its cache."""
     parameters = inspect.signature(forward).parameters
     return next((name for name in CACHE_NAMES if name in parameters), CACHE_ARG)
+
+
+def is_idle_hook(hook: Callable) -> bool:
+    """Whether a forward hook is one of those that transformers leaves behind after outputs were once collected."""
+    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
 
 def bind_arguments(forward: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -79,6 +79,7 @@ def attach(model: Any, refresh: bool = False) -> Any:
         install(state)
         try:
             proof.require(state)
+            state.proven = True
         except BaseException:
             uninstall(state)
             raise

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from blendkv import _compat
+from blendkv import _compat, kernels
 
 PREFIX = "blendkv_"
 BLOCK_QUERIES = {"cpu": 64, "cuda": 2048}
@@ -31,6 +31,17 @@ blending: ContextVar[bool] = ContextVar("blendkv_blending", default=False)
 """True while a forward of this context fills a `BlendedCache`: masks are then made lazily."""
 
 
+@dataclass(frozen=True)
+class Band:
+    """A mask that kernels know: a row sees the keys up to itself, at most the last `window` of them.
+
+    Attributes:
+        window: in keys, the row itself included; None for all.
+    """
+
+    window: int | None = None
+
+
 @dataclass(eq=False)
 class LazyMask:
     """The arguments of one call of a mask function, evaluated when it is known which rows are wanted.
@@ -39,12 +50,15 @@ class LazyMask:
         make: the base implementation's mask function with its arguments bound.
         mask_function: `(batch, head, query index, key index) -> bool tensor`, indices broadcast.
         padding: `[B, T]` False at padding, or None.
+        local_size: the window or chunk size that transformers names beside the mask function, or None.
     """
 
     make: Callable[[], Any]
     mask_function: Callable[..., Tensor]
     padding: Tensor | None
+    local_size: int | None = None
     _dense: list = field(default_factory=list, repr=False)
+    _bands: dict = field(default_factory=dict, repr=False)
 
     def dense(self) -> Any:
         """What the base implementation would have got for all rows (made once)."""
@@ -63,6 +77,40 @@ class LazyMask:
             mask = mask & self.padding[:, None, None, :keys].to(device)
         return mask.expand(rows.shape[0], 1, rows.shape[1], keys)
 
+    def band(self, length: int) -> Band | None:
+        """The mask function as a `Band`, found out by asking it about the edges of every row below `length`."""
+        if length not in self._bands:
+            self._bands[length] = find_band(self.mask_function, self.local_size, length)
+        return self._bands[length]
+
+
+def find_band(mask_function: Callable[..., Tensor], local_size: int | None, length: int) -> Band | None:
+    """What a mask function is, if kernels know it.
+
+    Args:
+        mask_function: as in `LazyMask`.
+        local_size: the only window that is tried.
+        length: of the prompt.
+
+    Returns:
+        The band that agrees with the function wherever it was asked: for every row at the first key, the edges of the
+        window, the row itself and its neighbours. None if there is none.
+    """
+    if mask_function is _compat.causal_mask_function:
+        return Band()
+    row = torch.arange(length)[:, None]
+    window = length + 1 if local_size is None else local_size
+    key = torch.cat([row * 0, row // 2, row - window, row - window + 1, row - 1, row, row + 1], dim=1)
+    inside = (key >= 0) & (key < length)
+    row, key = row.expand_as(key)[inside], key[inside]
+    zero = torch.zeros_like(row)
+    try:
+        seen = mask_function(zero, zero, row, key).cpu()
+    except (RuntimeError, IndexError):  # it wants tensors elsewhere, or shapes of another kind
+        return None
+    agrees = seen.shape == row.shape and torch.equal(seen, (key <= row) & (key > row - window))
+    return Band(local_size) if agrees else None
+
 
 @dataclass(eq=False)
 class RowMask:
@@ -71,14 +119,28 @@ class RowMask:
     Attributes:
         lazy: the layer's own mask.
         rows: `[B, S]` prompt indices of the queries, ascending.
-        last: `[S]` on the host: the largest of each column of `rows`, so that no layer waits for the device.
+        table: `[L, 4]` where the buffers of all layers are (`kernels.table`), if kernels do the attention.
+        band: the mask as kernels know it; without it, or a table, SDPA does.
+        padded: whether any key is hidden as padding.
     """
 
     lazy: LazyMask
     rows: Tensor
-    last: np.ndarray
+    table: Tensor | None = None
+    band: Band | None = None
+    padded: bool = True
     _blocks: dict = field(default_factory=dict, repr=False)
     _bytes: int = 0
+
+    @property
+    def by_kernel(self) -> bool:
+        """Whether a kernel can do it."""
+        return self.table is not None and self.band is not None
+
+    @cached_property
+    def last(self) -> np.ndarray:
+        """`[S]` on the host: the largest of each column of `rows`."""
+        return self.rows.amax(0).cpu().numpy()
 
     def blocks(self, like: Tensor, groups: int, length: int) -> Iterator[tuple[slice, int, Tensor]]:
         """The queries in blocks, each with one past the last key it may see, and its additive mask.
@@ -164,25 +226,50 @@ def scattered_eager(base: Callable, module: nn.Module, query: Tensor, key: Tenso
     return base(module, query, key, value, additive, **kw)
 
 
+def scattered_kernel(query: Tensor, key: Tensor, value: Tensor, mask: RowMask, layer: int, **kw: Any) -> Tensor:
+    """The Triton kernel, on the buffers that the mask's table names. Arguments and result as `scattered_sdpa`."""
+    from blendkv.kernels.attention import scattered_attention
+
+    assert mask.table is not None
+    assert mask.band is not None
+    with kernels.on(query.device):
+        return scattered_attention(
+            query,
+            mask.rows,
+            mask.table,
+            layer,
+            heads=key.shape[1],
+            value_dim=value.shape[3],
+            scaling=query.shape[3] ** -0.5 if kw.get("scaling") is None else kw["scaling"],
+            window=mask.band.window,
+            softcap=kw.get("softcap"),
+            sinks=kw.get("s_aux"),
+            padding=mask.lazy.padding if mask.padded else None,
+        )
+
+
 def _attention(base_name: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kw: Any):
     base = _compat.attention_functions(base_name)[0] or _compat.eager_attention(module)
     if not isinstance(mask, RowMask):
         return base(module, query, key, value, mask, **kw)
     unusual = [n for n in ("softcap", "s_aux", "position_bias", "head_mask") if kw.get(n) is not None]
+    if mask.by_kernel and not {"position_bias", "head_mask"} & set(unusual):
+        return scattered_kernel(query, key, value, mask, _layer_idx(module), **kw), None
     if base_name == "eager" or unusual:
         eager = base if base_name == "eager" else _compat.eager_attention(module)
         return scattered_eager(eager, module, query, key, value, mask, **kw)
     return scattered_sdpa(query, key, value, mask, kw.get("scaling"), kw.get("dropout", 0.0)), None
 
 
+def _layer_idx(module: Any) -> int:
+    return module.layer_idx
+
+
 def _mask(base_name: str, **kw: Any) -> Any:
     make = partial(_compat.attention_functions(base_name)[1], **kw)
     if not blending.get():
         return make()
-    padding = kw.get("attention_mask")
-    if padding is not None and bool(padding.all()):
-        padding = None
-    return LazyMask(make, kw["mask_function"], padding)
+    return LazyMask(make, kw["mask_function"], kw.get("attention_mask"), kw.get("local_size"))
 
 
 def register(base_name: str) -> str:

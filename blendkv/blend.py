@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from blendkv import flops
+from blendkv import flops, kernels
 from blendkv.attention import LazyMask, RowMask, blending
+from blendkv.buffers import Buffers, KernelBuffers
 from blendkv.cache import BlendedCache
 from blendkv.chunk import ChunkCache
 from blendkv.errors import UnsupportedModelError
+from blendkv.graphs import GraphPass
 from blendkv.plan import RowPlan, chunks_per_row, plan_row, require_hits
 from blendkv.report import BlendReport, ChunkUse, LayerRows
-from blendkv.rope import Rotation, on_device
+from blendkv.rope import Rotation
 from blendkv.selectors import Candidates
 
 
@@ -61,25 +65,33 @@ class Blend:
         input_ids: `[B, T]`.
         positions: `[B, T]` position ids.
         visible: `[B, T]` False at padding, or None.
+        graphs: CUDA graphs to use, or None.
     """
 
     def __init__(
-        self, cache: BlendedCache, facts: ModelFacts, input_ids: Tensor, positions: Tensor, visible: Tensor | None
+        self,
+        cache: BlendedCache,
+        facts: ModelFacts,
+        input_ids: Tensor,
+        positions: Tensor,
+        visible: Tensor | None,
+        graphs: GraphPass | None = None,
     ) -> None:
         self.cache, self.facts, self.positions = cache, facts, positions
         self.ids = input_ids
         self.length = input_ids.shape[1]
         self.report: BlendReport = cache.report
+        self.graphs = graphs
         self.rows: Tensor | None = None
         """`[B, S]` prompt indices computed in the current layer, ascending; None while that is all of them."""
-        self.rows_by_layer: list[Tensor | None] = []
-        """Rows with fresh keys and values, by layer."""
+        self.filled: list[tuple[Tensor | None, int]] = []
+        """By layer: rows with fresh keys and values, and how many of them belong to chunks."""
         self.reads_all = True
         """Whether somebody reads the last layer's output for more than the last `logits_to_keep` rows."""
-        self._angles: dict = {}
-        self._masks: dict = {}
-        self._last = np.empty(0, np.int64)
-        self._placed: set[int] = set()
+        self.collects = False
+        """Whether somebody wants the hidden states or attentions of every layer."""
+        self._padded = visible is not None
+        self._narrowed: dict[int, tuple[Any, Any]] = {}
         self._probed: dict[int, int] = {}
         self._open = ExitStack()
         self._outputs = min(cache.logits_to_keep or 1, self.length)
@@ -93,18 +105,39 @@ class Blend:
                 require_hits(self.plans[-1], chunks)
         self._tokens = int(real.sum())
         self._chunk_total = sum(plan.chunk_tokens for plan in self.plans)
+        self._computed = self._chunk_total
+        """Chunk tokens among the rows computed in the current layer."""
+        self._chosen: list[Tensor] = []
+        """For each batch row those tokens, once rows were dropped."""
 
     @property
     def uses(self) -> list[ChunkUse]:
         """What became of each chunk."""
         return [use for plan in self.plans for use in plan.uses]
 
-    def begin(self) -> None:
-        """From here on the cache is being filled, masks are made lazily, and time counts."""
+    def begin(self, devices: Sequence[torch.device]) -> None:
+        """From here on the cache is being filled, masks are made lazily, and time counts.
+
+        Args:
+            devices: one a layer.
+        """
         self.report.chunks, self.report.tokens = self.uses, self._tokens
         self.report.chunk_bytes = sum(plan.chunk_bytes for plan in self.plans)
+        if self.graphs is not None:
+            self._open.callback(self.graphs.close)
         self._open.callback(blending.reset, blending.set(True))
         self._open.enter_context(self.report.clock.stage("recompute", self.ids.device))
+        facts, reason = self.facts, kernels_unusable(self.facts, devices)
+        given = (self.cache.blended, facts.rotations, facts.rotary, self.positions, self.plans, self.report.clock)
+        if reason is not None:
+            self.report.kernels = f"torch and SDPA ({reason})"
+            self.buffers = Buffers(*given)
+            return
+        tables = self.graphs.tables if self.graphs is not None else new_tables(devices)
+        self.buffers = KernelBuffers(*given, sizes=facts.sizes, dtype=facts.dtype, devices=devices, tables=tables)
+        self.report.kernels = "Triton" if self.graphs is None else "Triton, layers as CUDA graphs where they are short"
+        if self.cache.schedule and self._chunk_total:
+            self.buffers.place_from(min(self.cache.schedule))
 
     def end(self) -> None:
         """The forward is over, well or not."""
@@ -132,78 +165,99 @@ class Blend:
         Returns:
             `[B, S']` indices into the current rows, ascending.
         """
-        ratio = self.cache.schedule[layer_idx]
-        deviation = None if keys is None or values is None else self._deviation(layer_idx, keys, values)
+        deviation = (None, None) if keys is None or values is None else self._deviation(layer_idx, keys, values)
         device = keys.device if keys is not None else self.ids.device
-        current = self.rows.cpu().numpy() if self.rows is not None else None
-        kept = []
+        before, kept, computed = self.rows, [], 0
         for b, plan in enumerate(self.plans):
-            row = np.arange(self.length) if current is None else current[b]
-            row, at = np.unique(row, return_index=True)  # without the padding of ragged batches
-            candidate = ~plan.fresh[row]
-            budget = min(round(ratio * plan.chunk_tokens), int(candidate.sum()))
-            chosen = np.zeros(len(row), bool)
-            if budget:
-                view = self._candidates(b, row[candidate], at[candidate], deviation, device)
+            candidates = self._chosen[b] if self._chosen else torch.from_numpy(np.flatnonzero(~plan.fresh)).to(device)
+            budget = min(round(self.cache.schedule[layer_idx] * plan.chunk_tokens), len(candidates))
+            if not budget:
+                candidates = candidates[:0]
+            elif budget < len(candidates):
+                at = candidates if before is None else torch.searchsorted(before[b], candidates)
+                view = self._candidates(b, candidates, [None if d is None else d[b, at] for d in deviation])
                 order = torch.sort(self.cache.selector.score(view), descending=True, stable=True).indices
-                chosen[np.flatnonzero(candidate)[order[:budget].cpu().numpy()]] = True
-            kept.append((row[chosen | ~candidate], at[chosen | ~candidate]))
-        width = max(1, max(len(row) for row, _ in kept))
-        rows, keep = (np.stack([_left_pad(pair[i], width) for pair in kept]) for i in (0, 1))
-        self._set_rows(rows, device)
-        return torch.from_numpy(keep).to(device)
+                candidates = candidates[order[:budget]].sort().values
+            kept.append(candidates)
+            computed += budget
+        self._chosen, self._computed = kept, computed
+        fresh = [torch.from_numpy(np.flatnonzero(plan.fresh)).to(device) for plan in self.plans]
+        rows = [torch.cat(pair).sort().values for pair in zip(kept, fresh, strict=True)]
+        width = max(map(len, rows))
+        width = width if self.graphs is None else self.graphs.width(width)
+        now = torch.stack([_left_pad(row, width) for row in rows])
+        self._set_rows(now)
+        return now if before is None else torch.searchsorted(before, now)
 
     def wants_last_only(self, layer_idx: int) -> bool:
-        """Whether this is the last layer of a narrowed forward, whose output is read for the last rows only.
-
-        Of the others only keys and values are wanted there: one probe instead of a layer.
-        """
+        """Whether nothing but keys and values is needed of most rows from this layer on: nobody reads their output."""
         last = layer_idx == len(self.facts.rotations) - 1
-        return last and self.rows is not None and not self.reads_all and self.rows.shape[1] > self._outputs
+        return last and not self.reads_all and self.rows is not None and self._outputs < self.rows.shape[1]
 
     def select_last(self) -> Tensor:
-        """Keeps the last rows, those whose logits are wanted: `[B, outputs]` indices into the current rows."""
+        """Leaves the rows whose logits are wanted; `[B, outputs]` indices into the current rows."""
         assert self.rows is not None
         width, device = self.rows.shape[1], self.rows.device
-        self._set_rows(self.rows[:, -self._outputs :].cpu().numpy(), device)
+        self._set_rows(self.rows[:, -self._outputs :].contiguous(), graphs=False)
         return torch.arange(width - self._outputs, width, device=device).expand(len(self.plans), -1)
 
-    def _set_rows(self, rows: np.ndarray, device: torch.device) -> None:
-        self.rows = torch.from_numpy(rows).to(device)
-        self._last = rows.max(0)
-        self._masks.clear()
+    def _set_rows(self, rows: Tensor, graphs: bool = True) -> None:
+        self.rows = rows
+        self._narrowed.clear()
+        self._rows_at: dict[torch.device, Tensor] = {}
+        self._masks: dict[tuple[int, torch.device], RowMask] = {}
+        if self.graphs is not None and graphs:
+            self.graphs.enter(rows)
+        elif self.graphs is not None:
+            self.graphs.leave()
 
-    def row_mask(self, lazy: LazyMask) -> RowMask:
+    def _rows_on(self, device: torch.device) -> Tensor:
+        """The current rows on a layer's device (CUDA graphs read their own copy)."""
+        if device not in self._rows_at:
+            own = self.graphs.rows(device) if self.graphs is not None else None
+            assert self.rows is not None
+            self._rows_at[device] = self.rows.to(device) if own is None else own
+        return self._rows_at[device]
+
+    def narrow(self, value: Any) -> Any:
+        """The current rows of a tensor `[B or 1, T, ...]`, or of those in a tuple; made once for all layers."""
+        if isinstance(value, tuple | list):
+            return tuple(map(self.narrow, value))
+        if self.rows is None or not isinstance(value, Tensor) or value.ndim < 2:
+            return value
+        if id(value) not in self._narrowed:
+            self._narrowed[id(value)] = value, take_rows(value, self.rows)
+        return self._narrowed[id(value)][1]
+
+    def row_mask(self, lazy: LazyMask, layer_idx: int) -> RowMask:
         """The mask of the current rows for a layer that would have been given `lazy`."""
         if self.rows is None:
             raise ValueError("all rows are computed: the mask is lazy.dense()")
-        if id(lazy) not in self._masks:
-            self._masks[id(lazy)] = RowMask(lazy, self.rows, self._last)
-        return self._masks[id(lazy)]
+        table = None if self.collects else self.buffers.table(layer_idx)
+        device = self.rows.device if table is None else table.device
+        if (id(lazy), device) not in self._masks:
+            band = None if table is None else lazy.band(self.length)
+            mask = RowMask(lazy, self._rows_on(device), table, band, self._padded)
+            self._masks[id(lazy), device] = mask
+            if band is None and table is not None:
+                self.report.remark("an attention mask that the kernels do not know: SDPA for its layers")
+        return self._masks[id(lazy), device]
 
-    def _candidates(self, b: int, rows: np.ndarray, at: np.ndarray, deviation, device: torch.device) -> Candidates:
-        which = np.empty(self.length, np.int64)
-        offset = np.empty(self.length, np.int64)
-        length = np.empty(self.length, np.int64)
-        for i, (span, _) in enumerate(self.plans[b].placed):
-            part = slice(span.start, span.stop)
-            which[part], offset[part], length[part] = i, np.arange(span.length), span.length
-        tensors = [torch.from_numpy(a).to(device) for a in (rows, which[rows], offset[rows], length[rows])]
-        index = torch.from_numpy(at).to(device)
-        distances = deviation or (None, None)
-        return Candidates(*tensors, *(None if d is None else d[b, index] for d in distances))
+    def _candidates(self, b: int, rows: Tensor, deviation: Sequence[Tensor | None]) -> Candidates:
+        plan = self.plans[b]
+        spans = torch.from_numpy(plan.spans(self.length)).to(rows.device)[:, rows]
+        return Candidates(rows, *spans, *deviation)
 
     def _deviation(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """`[B, S]` squared distances of fresh from stored keys and values, as far as the selector wants them."""
-        layer = self.cache.blended[layer_idx]
-        self._place(layer_idx, keys, values)
-        self._probed[layer_idx] = self._chunk_rows(self.rows)
-        distances: dict[str, Tensor | None] = {"k": None, "v": None}
-        for source, fresh, buffer in (("k", keys, layer._keys), ("v", values, layer._values)):
-            if source in self.cache.selector.sources:
-                stored = buffer[:, :, : self.length] if self.rows is None else _gather(buffer, self.rows)
-                distances[source] = (fresh - stored).float().square_().sum((1, 3))
-        return distances["k"], distances["v"]
+        self.buffers.place(layer_idx, keys, values)
+        self._probed[layer_idx] = self._computed
+        wanted = self.cache.selector.sources
+        fresh = (("k", keys), ("v", values))
+        k, v = (
+            self.buffers.distance(layer_idx, self.rows, x, source) if source in wanted else None for source, x in fresh
+        )
+        return k, v
 
     # -- inside each layer ------------------------------------------------------------------------------------------
 
@@ -218,62 +272,29 @@ class Blend:
         Returns:
             `[B, H, T, D]` and `[B, H, T, Dv]` of the whole prompt.
         """
-        layer, keys, values = self.cache.blended[layer_idx], keys.detach(), values.detach()
-        if layer_idx == len(self.rows_by_layer):
-            self.rows_by_layer.append(self.rows)
+        keys, values = keys.detach(), values.detach()
         if self.rows is None:
-            if layer_idx not in self._placed:
-                layer.allocate(keys, values, self.length)
-            layer._keys[:, :, : self.length] = keys
-            layer._values[:, :, : self.length] = values
+            self.buffers.write_all(layer_idx, keys, values)
         else:
-            self._place(layer_idx, keys, values)
-            _scatter(layer._keys, self.rows, keys)
-            _scatter(layer._values, self.rows, values)
-        return layer.resize(self.length)
+            self.buffers.write(layer_idx, self._rows_on(keys.device), keys, values)
+        self.note(layer_idx)
+        layer = self.cache.blended[layer_idx]
+        return layer.keys, layer.values
 
-    def _place(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
-        """Writes the layer's stored keys, rotated to the prompt's positions, and values (once)."""
-        if layer_idx in self._placed:
-            return
-        self._placed.add(layer_idx)
-        device = keys.device
-        with self.report.clock.stage("place", device):
-            to_keys, to_values = self.cache.blended[layer_idx].allocate(keys, values, self.length)
-            rotation = self.facts.rotations[layer_idx]
-            angles = self._angles_of(rotation, device)
-            for b, plan in enumerate(self.plans):
-                for run in plan.runs:
-                    here = slice(run[0][0].start, run[-1][0].stop)
-                    stored = _join([span.of(chunk.keys[layer_idx]) for span, chunk in run], device)
-                    turn = None if angles is None else (angles[0][b : b + 1, :, here], angles[1][b : b + 1, :, here])
-                    rotation.rotate(stored[None], turn, out=to_keys[b : b + 1, :, here])
-                    to_values[b, :, here] = _join([span.of(chunk.values[layer_idx]) for span, chunk in run], device)
-
-    def _angles_of(self, rotation: Rotation, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        if (rotation, device) not in self._angles:
-            self._angles[rotation, device] = on_device(rotation.angles(self.facts.rotary, self.positions), device)
-        return self._angles[rotation, device]
+    def note(self, layer_idx: int) -> None:
+        """A layer's keys and values are there, written by `fill` or by a CUDA graph."""
+        if layer_idx == len(self.filled):
+            self.filled.append((self.rows, self._computed))
+        self.cache.blended[layer_idx].resize(self.length)
 
     # -- after the last layer ---------------------------------------------------------------------------------------
-
-    def _chunk_rows(self, rows: Tensor | None) -> int:
-        """Chunk tokens among rows `[B, S]` (None: all), over the batch."""
-        if rows is None:
-            return self._chunk_total
-        computed = (np.unique(row) for row in rows.cpu().numpy())  # without the padding of ragged batches
-        return sum(int((~plan.fresh[row]).sum()) for plan, row in zip(self.plans, computed, strict=True))
 
     def finish(self) -> None:
         """Writes the partition of rows and the cost into the report."""
         missed = sum(plan.missed for plan in self.plans)
         fresh = self._tokens - self._chunk_total - missed
-        last_only = self.rows is not None and self.rows is not self.rows_by_layer[-1]
-        counted: dict[int, int] = {}
-        for i, rows in enumerate(self.rows_by_layer):
-            if id(rows) not in counted:
-                counted[id(rows)] = self._chunk_rows(rows)
-            computed = counted[id(rows)]
+        last_only = self.rows is not None and self.rows is not self.filled[-1][0]
+        for i, (_, computed) in enumerate(self.filled):
             self.report.layers.append(
                 LayerRows(
                     reused=self._chunk_total - computed,
@@ -292,7 +313,7 @@ class Blend:
                 flops.LayerRows(full=layer.recomputed)
                 if rows is None
                 else flops.LayerRows(probed=layer.probed, selected=layer.recomputed)
-                for rows, layer in zip(self.rows_by_layer, self.report.layers, strict=True)
+                for (rows, _), layer in zip(self.filled, self.report.layers, strict=True)
             ]
             if last_only:
                 spent[-1] = flops.LayerRows(probed=max(last.probed, last.recomputed))
@@ -330,27 +351,19 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
     return x[batch, index]
 
 
-def _join(parts: list[Tensor], device: torch.device) -> Tensor:
-    """`[H, n, D]` parts joined along tokens, on a device."""
-    here = [part.to(device, non_blocking=True) for part in parts]
-    return here[0] if len(here) == 1 else torch.cat(here, dim=1)
+def kernels_unusable(facts: ModelFacts, devices: Sequence[torch.device]) -> str | None:
+    """Why kernels cannot fill this model's cache now, or None."""
+    if any(torch.is_autocast_enabled(device.type) for device in set(devices)):
+        return "under autocast"
+    dims = (dim for _, *pair in facts.sizes for dim in pair)
+    return kernels.unusable(devices, facts.dtype, dims)
 
 
-def _gather(buffer: Tensor, rows: Tensor) -> Tensor:
-    """`[B, H, S, D]` of a buffer `[B, H, capacity, D]` at `rows [B, S]`."""
-    index = rows.to(buffer.device)[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
-    return buffer.gather(2, index)
+def new_tables(devices: Sequence[torch.device]) -> dict[torch.device, Tensor]:
+    """A table for each device, to be filled."""
+    return {d: torch.empty(len(devices), 4, dtype=torch.int64, device=d) for d in set(devices)}
 
 
-def _scatter(buffer: Tensor, rows: Tensor, states: Tensor) -> None:
-    """Writes `[B, H, S, D]` into a buffer `[B, H, capacity, D]` at `rows [B, S]`."""
-    rows = rows.to(buffer.device)
-    if rows.shape[0] == 1:
-        buffer.index_copy_(2, rows[0], states)
-    else:
-        buffer.scatter_(2, rows[:, None, :, None].expand_as(states), states)
-
-
-def _left_pad(row: np.ndarray, width: int) -> np.ndarray:
+def _left_pad(row: Tensor, width: int) -> Tensor:
     """Repeats the first entry so that rows of a batch get equal length."""
-    return np.concatenate([np.full(width - len(row), row[0], row.dtype), row])
+    return torch.cat([row[:1].expand(width - len(row)), row]) if len(row) < width else row

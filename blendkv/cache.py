@@ -17,6 +17,7 @@ from blendkv.selectors import Selector, get_selector
 
 if TYPE_CHECKING:
     from blendkv.blend import Blend
+    from blendkv.decoding import Step
 
 Chunk = ChunkCache | MissingChunk
 
@@ -32,10 +33,10 @@ class BlendedLayer(CacheLayerMixin):
     is_croppable = True
 
     def __init__(self, reserve: int = 256) -> None:
-        super().__init__()
-        self.reserve = reserve
+        self._keys = self._values = torch.empty(0, 0, 0, 0)
         self.length = 0
-        self._keys = self._values = torch.empty(0)
+        self.reserve = reserve
+        super().__init__()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocates for the tokens given plus the reserve."""
@@ -43,19 +44,52 @@ class BlendedLayer(CacheLayerMixin):
 
     def allocate(self, key_states: Tensor, value_states: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         """Makes room for `tokens` plus the reserve, shaped like `[B, H, *, D]` states; returns both buffers."""
+        (batch, heads, _, dim), value_dim = key_states.shape, value_states.shape[-1]
+        return self.allocate_for(batch, heads, dim, value_dim, tokens, key_states.dtype, key_states.device)
+
+    def allocate_for(
+        self, batch: int, heads: int, dim: int, value_dim: int, tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Makes room for `tokens` plus the reserve; returns the buffers of keys and values."""
         self._keys, self._values = (
-            torch.empty(*s.shape[:2], tokens + self.reserve, s.shape[-1], dtype=s.dtype, device=s.device)
-            for s in (key_states, value_states)
+            torch.empty(batch, heads, tokens + self.reserve, d, dtype=dtype, device=device) for d in (dim, value_dim)
         )
-        self.device, self.dtype = key_states.device, key_states.dtype
+        self.device, self.dtype = device, dtype
         self.is_initialized = True
         return self._keys, self._values
+
+    @property
+    def keys(self) -> Any:
+        """`[B, H, T, D]` view of the filled part, or None."""
+        return self._keys[:, :, : self.length] if self.is_initialized else None
+
+    @keys.setter
+    def keys(self, value: Any) -> None:
+        """What the base class begins with; nothing to keep."""
+
+    @property
+    def values(self) -> Any:
+        """`[B, H, T, Dv]` view of the filled part, or None."""
+        return self._values[:, :, : self.length] if self.is_initialized else None
+
+    @values.setter
+    def values(self, value: Any) -> None:
+        """What the base class begins with; nothing to keep."""
 
     def resize(self, length: int) -> tuple[Tensor, Tensor]:
         """Declares the first `length` tokens of the buffers filled; returns the views."""
         self.length = length
-        self.keys, self.values = self._keys[:, :, :length], self._values[:, :, :length]
         return self.keys, self.values
+
+    def make_room(self, tokens: int) -> None:
+        """Sees to it that `tokens` more can be written in place."""
+        if self._keys.is_inference() and not torch.is_inference_mode_enabled():
+            self._map_batch(torch.clone)  # filled under inference_mode: such tensors cannot be written to outside it
+        if self.length + tokens > self._keys.shape[2]:
+            old_keys, old_values = self.keys, self.values
+            new_keys, new_values = self.allocate(old_keys, old_values, self.length + tokens)
+            new_keys[:, :, : self.length] = old_keys
+            new_values[:, :, : self.length] = old_values
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Appends `[B, H, n, D]` states; returns all keys and values."""
@@ -63,13 +97,7 @@ class BlendedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         key_states, value_states = key_states.detach(), value_states.detach()
         start, stop = self.length, self.length + key_states.shape[-2]
-        if self._keys.is_inference() and not torch.is_inference_mode_enabled():
-            self._map_batch(torch.clone)  # filled under inference_mode: such tensors cannot be written to outside it
-        if stop > self._keys.shape[2]:
-            old_keys, old_values = self._keys[:, :, :start], self._values[:, :, :start]
-            new_keys, new_values = self.allocate(old_keys, old_values, stop)
-            new_keys[:, :, :start] = old_keys
-            new_values[:, :, :start] = old_values
+        self.make_room(stop - start)
         self._keys[:, :, start:stop] = key_states
         self._values[:, :, start:stop] = value_states
         return self.resize(stop)
@@ -122,7 +150,6 @@ class BlendedLayer(CacheLayerMixin):
     def _map_batch(self, function) -> None:
         if self.is_initialized:
             self._keys, self._values = function(self._keys), function(self._values)
-            self.resize(self.length)
 
 
 class BlendedCache(Cache):
@@ -167,7 +194,7 @@ class BlendedCache(Cache):
         self.ids: Tensor | None = None
         self.logits_to_keep: int | None = None
         self.mask_length: int | None = None
-        self._blend: Blend | None = None
+        self.work: Blend | Step | None = None
         self._failed = False
 
     @property
@@ -197,8 +224,8 @@ class BlendedCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Takes the fresh `[B, H, S, D]` states of a layer; returns those of the whole prompt so far."""
-        if self._blend is not None:
-            return self._blend.fill(layer_idx, key_states, value_states)
+        if self.work is not None:
+            return self.work.fill(layer_idx, key_states, value_states)
         self.check_usable()
         if not self.is_filled:
             raise NotAttachedError(

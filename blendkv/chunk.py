@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from blendkv.kernels.table import address
+
 KEY_VERSION = 1
 
 
@@ -60,6 +62,23 @@ class ChunkCache:
         """Content address of this chunk (see `chunk_key`)."""
         return chunk_key(self.ids, self.fingerprint, self.conditioning, self.tokenizer, self.namespace)
 
+    @cached_property
+    def addresses(self) -> np.ndarray:
+        """Where each layer is: `[L, 2, 2]` int64, for keys and for values the address and the bytes of a token.
+
+        Raises:
+            ValueError: for a layer that kernels cannot address (not contiguous, not aligned).
+        """
+        layers = zip(self.keys, self.values, strict=True)
+        return np.array([[(address(t), t.shape[2] * t.element_size()) for t in layer] for layer in layers], np.int64)
+
+    @cached_property
+    def homes(self) -> tuple[torch.device | None, ...]:
+        """The device of each layer's keys and values; None if they are pinned in host memory, as any GPU can read."""
+        return tuple(
+            None if k.is_pinned() and v.is_pinned() else k.device for k, v in zip(self.keys, self.values, strict=True)
+        )
+
     @property
     def nbytes(self) -> int:
         """Bytes held by keys and values."""
@@ -86,6 +105,11 @@ class ChunkCache:
         if all(t.device == torch.device(device) for t in (*self.keys, *self.values)):
             return self
         keys, values = (tuple(t.to(device) for t in states) for states in (self.keys, self.values))
+        return replace(self, keys=keys, values=values)
+
+    def pin_memory(self) -> ChunkCache:
+        """This chunk in page-locked host memory, which a GPU reads directly and fast."""
+        keys, values = (tuple(t.cpu().pin_memory() for t in states) for states in (self.keys, self.values))
         return replace(self, keys=keys, values=values)
 
 

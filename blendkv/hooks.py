@@ -6,6 +6,8 @@ computed, and a hook after the decoder puts the outputs back where they belong. 
 
 from __future__ import annotations
 
+import functools
+import os
 import warnings
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -17,9 +19,11 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from blendkv import _compat, attention
-from blendkv.blend import Blend, ModelFacts, take_rows
+from blendkv.blend import Blend, ModelFacts, kernels_unusable, take_rows
 from blendkv.cache import BlendedCache, BlendedLayer
+from blendkv.decoding import Step
 from blendkv.errors import CacheStateError, NotAttachedError, UnsupportedModelError
+from blendkv.graphs import GraphPass, LayerGraphs, devices_of
 from blendkv.weights import Fingerprints
 
 STATE = "_blendkv_attachment"
@@ -82,10 +86,32 @@ class Attachment:
     handles: tuple = ()
     configs: tuple = ()
     wrapped: tuple[str, ...] = ()
+    proven: bool = False
+    graphs: LayerGraphs | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         """Starts with nothing known."""
         self.fingerprints = Fingerprints(self.model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or pickle of a model starts without graphs."""
+        return self.__dict__ | {"graphs": None}
+
+    def open_graphs(self) -> GraphPass | None:
+        """CUDA graphs of the layers, if this model, as it is now, can use them."""
+        if not self.proven or self.learnt is None or os.environ.get("BLENDKV_GRAPHS", "") == "off":
+            return None
+        if not all(isinstance(layer.__dict__.get("forward"), LayerForward) for layer in self.layers):
+            return None
+        if self.graphs is None or not self.fingerprints.unchanged():
+            devices = devices_of(self.layers)
+            if kernels_unusable(self.learnt, devices) is not None:
+                return None
+            self.fingerprints.now()
+            shape = self.learnt.shape
+            row_flops = None if shape is None else sum(la.row_flops for la in shape.layers) / len(shape.layers)
+            self.graphs = LayerGraphs(devices, self.layers, row_flops)
+        return self.graphs.open()
 
     @property
     def config(self) -> Any:
@@ -105,7 +131,32 @@ class Attachment:
             raise NotAttachedError("call blendkv.attach(model) first")
         if self.dtype != next(self.model.parameters()).dtype:
             raise NotAttachedError("the model's dtype was changed after attach: call blendkv.attach(model) again")
+        if not self.fingerprints.unchanged():
+            self.graphs = None
         return replace(self.learnt, fingerprint=self.fingerprints.now())
+
+
+class LayerForward:
+    """A layer's own `forward`, or the CUDA graph of it where a blend has one. Inert for any other cache."""
+
+    def __init__(self, layer_idx: int, own: Any) -> None:
+        self.layer_idx, self.own = layer_idx, own
+        functools.update_wrapper(self, own, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As `forward`."""
+        cache = _compat.cache_in(args, kwargs)
+        work = cache.work if isinstance(cache, BlendedCache) else None
+        if work is None or work.graphs is None or len(args) != 1:
+            return self.own(*args, **kwargs)
+        return work.graphs.run(self.layer_idx, self.own, args[0], kwargs, partial(work.note, self.layer_idx))
+
+    def remove_from(self, layer: nn.Module) -> None:
+        """Puts back what was there before."""
+        if getattr(self.own, "__func__", None) is type(layer).forward:
+            del layer.__dict__["forward"]
+        else:
+            layer.forward = self.own
 
 
 def require_eval(model: Any) -> None:
@@ -145,6 +196,8 @@ def install(state: Attachment) -> None:
         handles.append(model.register_forward_pre_hook(_before_model, with_kwargs=True))
     for i, layer in enumerate(state.layers):
         handles.append(layer.register_forward_pre_hook(partial(_before_layer, i), with_kwargs=True))
+        if any(p.is_cuda for p in layer.parameters()):
+            layer.forward = LayerForward(i, layer.forward)
     handles.append(decoder.register_forward_hook(_after_decoder, with_kwargs=True, always_call=True))
     state.handles = tuple(handles)
     state.wrapped = _compat.wrap_generation(model, _check_inputs, _check_generation)
@@ -163,6 +216,9 @@ def uninstall(state: Attachment) -> None:
         config._attn_implementation_internal = config._attn_implementation.removeprefix(attention.PREFIX)
     for owner in (state.model, state.decoder):
         owner.__dict__.pop(STATE, None)
+    for layer in state.layers:
+        if isinstance(forward := layer.__dict__.get("forward"), LayerForward):
+            forward.remove_from(layer)
     for name in state.wrapped:
         state.model.__dict__.pop(name, None)
 
@@ -229,6 +285,7 @@ def _before_decoder(state: Attachment, decoder: nn.Module, args: tuple, kwargs: 
         new = cache.new_ids(ids)
         cache.record(new)
         if new is ids:
+            _begin_step(state, cache, ids, mask, _collects(state, named))
             return None
         if position_ids is not None:
             named["position_ids"] = position_ids[..., -new.shape[1] :]
@@ -239,14 +296,32 @@ def _before_decoder(state: Attachment, decoder: nn.Module, args: tuple, kwargs: 
         raise ValueError(f"{ids.shape[1]} input_ids, but position_ids for {position_ids.shape[-1]}: pass one for each")
     visible = None if mask is None or bool(mask.bool().all()) else mask.bool()
     blend = Blend(cache, state.facts, ids, position_ids.expand(ids.shape), visible)
-    asked = (named.get(f"output_{what}", getattr(state.config, f"output_{what}", False)) for what in _OUTPUTS)
-    blend.reads_all = cache.logits_to_keep is None or any(asked)
+    blend.collects = _collects(state, named)
+    blend.reads_all = cache.logits_to_keep is None or blend.collects
     _warn_if_nothing_found(blend)
     cache.layers = [BlendedLayer(cache.reserve) for _ in state.layers]
-    cache._blend, cache._failed = blend, True  # until the forward has ended well
-    blend.begin()
+    if visible is None and not blend.collects:
+        blend.graphs = state.open_graphs()
+    cache.work, cache._failed = blend, True  # until the forward has ended well
+    blend.begin(devices_of(state.layers))
     named["position_ids"] = position_ids
     return (), named
+
+
+def _collects(state: Attachment, named: dict[str, Any]) -> bool:
+    """Whether hidden states or attentions of all layers are asked for."""
+    return any(named.get(f"output_{what}", getattr(state.config, f"output_{what}", False)) for what in _OUTPUTS)
+
+
+def _begin_step(state: Attachment, cache: BlendedCache, ids: Tensor, mask: Tensor | None, collects: bool) -> None:
+    """Has one more token computed by CUDA graphs, if they can."""
+    fits = ids.is_cuda and ids.shape == (len(cache.blended[0].keys), 1)
+    if collects or not fits or (mask is not None and not bool(mask.all())):
+        return
+    graphs = state.open_graphs()
+    if graphs is not None:
+        cache.work = Step(cache, graphs, len(ids))
+        cache.work.begin()
 
 
 def _checked_ids(state: Attachment, cache: BlendedCache, ids: Tensor | None, mask: Any) -> Tensor:
@@ -296,56 +371,54 @@ def _warn_if_nothing_found(blend: Blend) -> None:
 def _before_layer(layer_idx: int, layer: nn.Module, args: tuple, kwargs: dict[str, Any]):
     """Gives a layer the rows that are computed in it."""
     cache = _compat.cache_in(args, kwargs)
-    if not isinstance(cache, BlendedCache) or cache._blend is None:
+    if not isinstance(cache, BlendedCache) or cache.work is None:
         return None
-    blend = cache._blend
+    blend = cache.work
     kwargs = _compat.bind_arguments(layer.forward, args, kwargs)
-    hidden = kwargs.pop("hidden_states")
-    rows = blend.rows
-    narrowed = kwargs if rows is None else _narrow(kwargs, rows)
+    hidden, mask = kwargs.pop("hidden_states"), kwargs.get("attention_mask")
+    if isinstance(blend, Step):
+        if isinstance(mask, attention.LazyMask):
+            kwargs["attention_mask"] = blend.row_mask(mask, layer_idx) or mask.dense()
+        return (hidden,), kwargs
+    narrowed = _narrow(blend, kwargs)
     if blend.wants_selection(layer_idx):
         with cache.report.clock.stage("select", hidden.device):
             fresh = ()
             if blend.wants_probe(layer_idx):
                 fresh = stopped_pass(layer, hidden, narrowed | {"attention_mask": None})
             hidden = take_rows(hidden, blend.select(layer_idx, *fresh))
-        narrowed = _narrow(kwargs, blend.rows)
+        narrowed = _narrow(blend, kwargs)
     if blend.wants_last_only(layer_idx):
         blend.fill(layer_idx, *stopped_pass(layer, hidden, narrowed | {"attention_mask": None}))
         hidden = take_rows(hidden, blend.select_last())
-        narrowed = _narrow(kwargs, blend.rows)
-    mask = kwargs.get("attention_mask")
+        narrowed = _narrow(blend, kwargs)
     if not isinstance(mask, attention.LazyMask):
         raise UnsupportedModelError(
             f"layer {layer_idx} ({type(layer).__name__}) makes its own attention mask, which cannot be narrowed exactly"
         )
-    narrowed["attention_mask"] = mask.dense() if blend.rows is None else blend.row_mask(mask)
+    narrowed["attention_mask"] = mask.dense() if blend.rows is None else blend.row_mask(mask, layer_idx)
     return (hidden,), narrowed
 
 
-def _narrow(kwargs: dict[str, Any], rows: Tensor) -> dict[str, Any]:
-    """Position ids and embeddings of some rows; everything else as it is."""
-
-    def take(x: Any) -> Any:
-        if isinstance(x, Tensor) and x.ndim >= 2:
-            return take_rows(x, rows)
-        return tuple(map(take, x)) if isinstance(x, tuple | list) else x
-
-    return {k: take(v) if k.startswith("position_") else v for k, v in kwargs.items()}
+def _narrow(blend: Blend, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Position ids and embeddings of the rows computed; everything else as it is."""
+    return {k: blend.narrow(v) if k.startswith("position_") else v for k, v in kwargs.items()}
 
 
 def _after_decoder(decoder: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
     """Puts computed rows back to their places and closes the blend; runs after an error too."""
     cache = _compat.cache_in(args, kwargs)
-    if not isinstance(cache, BlendedCache) or cache._blend is None:
+    if not isinstance(cache, BlendedCache) or cache.work is None:
         return None
-    blend, cache._blend = cache._blend, None
+    blend, cache.work = cache.work, None
     blend.end()
+    if isinstance(blend, Step):
+        return None
     if output is None:  # an error is on its way
         return None
-    if len(blend.rows_by_layer) != len(cache.layers):
+    if len(blend.filled) != len(cache.layers):
         raise UnsupportedModelError(
-            f"only {len(blend.rows_by_layer)} of {len(cache.layers)} layers ran in the first forward: a blend needs "
+            f"only {len(blend.filled)} of {len(cache.layers)} layers ran in the first forward: a blend needs "
             "all of them (no early exit, no layer skipping)"
         )
     last = blend.rows
@@ -356,13 +429,13 @@ def _after_decoder(decoder: nn.Module, args: tuple, kwargs: dict[str, Any], outp
         return (blend.expand(output[0], last), *output[1:])
     output.last_hidden_state = blend.expand(output.last_hidden_state, last)
     if getattr(output, "hidden_states", None) is not None:
-        rows = [blend.rows_by_layer[0], *blend.rows_by_layer]
+        rows = [rows for rows, _ in (blend.filled[0], *blend.filled)]
         output.hidden_states = tuple(
             h if h is None else blend.expand(h, r) for h, r in zip(output.hidden_states, rows, strict=True)
         )
     if getattr(output, "attentions", None) is not None:
         output.attentions = tuple(
             a if a is None else blend.expand(a.transpose(1, 2), r).transpose(1, 2)
-            for a, r in zip(output.attentions, blend.rows_by_layer, strict=True)
+            for a, (r, _) in zip(output.attentions, blend.filled, strict=True)
         )
     return output

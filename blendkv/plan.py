@@ -45,6 +45,14 @@ class RowPlan:
         """Stored keys and values that are placed."""
         return sum(chunk.nbytes // len(chunk) * span.length for span, chunk in self.placed)
 
+    def spans(self, length: int) -> np.ndarray:
+        """For each of `length` prompt tokens: number of its span, index in the span, tokens of the span; `[3, T]`."""
+        found = np.zeros((3, length), np.int64)
+        for i, (span, _) in enumerate(self.placed):
+            part = found[:, span.start : span.stop]
+            part[0], part[1], part[2] = i, np.arange(span.length), span.length
+        return found
+
     @cached_property
     def runs(self) -> list[list[Placement]]:
         """Spans that follow each other without a gap, together: placed at once."""

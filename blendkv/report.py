@@ -78,6 +78,7 @@ class BlendReport:
         cache_bytes: buffers allocated for the prompt's keys and values.
         put_failures: chunks that the store did not keep.
         prefilled_tokens: chunk tokens computed for this prompt because the store did not have them.
+        kernels: what computed it: Triton kernels, or torch and SDPA, and then why.
         notes: remarks for the reader (fallbacks taken).
     """
 
@@ -91,6 +92,7 @@ class BlendReport:
     cache_bytes: int = 0
     put_failures: int = 0
     prefilled_tokens: int = 0
+    kernels: str = ""
     notes: list[str] = field(default_factory=list)
     clock: Clock = field(default_factory=lambda: Clock(), repr=False)
 
@@ -124,6 +126,11 @@ class BlendReport:
                 reasons[use.reason] = reasons.get(use.reason, 0) + use.found
         return reasons
 
+    def remark(self, text: str) -> None:
+        """Adds a note, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, for JSON."""
         return {
@@ -140,6 +147,7 @@ class BlendReport:
             "misses": self.misses,
             "layers": [asdict(layer) for layer in self.layers],
             "chunks": [asdict(use) for use in self.chunks],
+            "kernels": self.kernels,
             "notes": self.notes,
         }
 
@@ -156,6 +164,7 @@ class BlendReport:
             ("selector", f"{self.selector} {self.schedule}"),
             ("charged budget", f"{self.charged_budget:.3f} of full prefill's linear FLOPs on chunk tokens"),
             ("bytes", f"{self.chunk_bytes:,} placed, {self.cache_bytes:,} allocated"),
+            ("computed by", self.kernels),
             ("seconds", ", ".join(f"{stage} {s:.3f}" for stage, s in self.seconds.items())),
         ]
         if self.misses:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import weakref
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -182,7 +183,7 @@ def _is_adapter(module: nn.Module) -> bool:
     return hasattr(module, "active_adapters") and hasattr(module, "scaling")
 
 
-def _state_of(module: nn.Module) -> list:
+def _state_of(module: Any) -> list:
     scaling = getattr(module, "scaling", {})
     return [
         list(module.active_adapters),

@@ -9,10 +9,11 @@ import blendkv
 
 PACKAGE = Path(blendkv.__file__).parent
 _ORDER = """
-_version _paths errors _compat flops report chunk weights rope kernels.table kernels.naive kernels.placing kernels.rows
-kernels.mass kernels.attention kernels prompt selectors.base selectors.static selectors.deviation selectors stores.pool
-stores attention cache plan blend hooks learning proof attaching layout prefilling library models testing passages bench
-bench.measure bench.tasks bench.methods bench.ttft bench.quality verify demo _console cli
+_version _paths errors _compat flops report kernels.table chunk weights rope kernels.naive kernels.placing
+kernels.rows kernels.mass kernels.attention kernels prompt selectors.base selectors.static selectors.deviation
+selectors stores.pool stores attention cache plan buffers graphs blend decoding hooks learning proof attaching layout
+prefilling library models testing passages bench bench.measure bench.tasks bench.methods bench.ttft bench.quality
+verify demo _console cli
 """
 ORDER = _ORDER.split()
 

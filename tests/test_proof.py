@@ -128,10 +128,12 @@ def test_a_rotation_that_is_wrong_far_out_is_refused(home, monkeypatch):
 
 
 def test_a_blend_that_forgets_a_row_is_refused(home, monkeypatch):
-    from blendkv import blend
+    from blendkv import buffers
 
-    right = blend._scatter
-    monkeypatch.setattr(blend, "_scatter", lambda buffer, rows, states: right(buffer, rows[:, :-1], states[:, :, :-1]))
+    right = buffers._scatter
+    monkeypatch.setattr(
+        buffers, "_scatter", lambda buffer, rows, states: right(buffer, rows[:, :-1], states[:, :, :-1])
+    )
     refused(tiny_model("llama"), "exact KV stays exact|ratio 1")
 
 

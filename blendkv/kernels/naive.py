@@ -84,10 +84,57 @@ def attention_mass(
         padding: `[B, T]` False at padding, or None.
 
     Returns:
-        `[B, T]` fp32.
+        `[B, T]` fp32, or float64 for float64.
     """
+    return _shares(query, rows, keys, scaling, window, softcap, sinks, padding).sum((1, 2))
+
+
+def scattered_attention(
+    query: Tensor,
+    rows: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    padding: Tensor | None = None,
+) -> Tensor:
+    """Attention of queries at `rows` over the keys that each may see.
+
+    Args:
+        query: `[B, Q, S, D]`.
+        rows: `[B, S]` prompt indices of the queries; a row sees keys up to itself.
+        keys: `[B, H, T, D]`.
+        values: `[B, H, T, Dv]`.
+        scaling: of the logits.
+        window: a row sees only this many keys, itself the last; or None.
+        softcap: logits become `softcap * tanh(logit / softcap)`; or None.
+        sinks: `[Q]` a logit of each head that only takes its share of attention away; or None.
+        padding: `[B, T]` False at padding, or None.
+
+    Returns:
+        `[B, S, Q, Dv]` fp32, or float64 for float64; 0 for a row that sees nothing.
+    """
+    shares = _shares(query, rows, keys, scaling, window, softcap, sinks, padding)
+    values = values.to(shares.dtype).repeat_interleave(query.shape[1] // values.shape[1], 1)
+    return (shares @ values).transpose(1, 2)
+
+
+def _shares(
+    query: Tensor,
+    rows: Tensor,
+    keys: Tensor,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    padding: Tensor | None,
+) -> Tensor:
+    """How much every query attends to every key, `[B, Q, S, T]`: the softmax, 0 where a key is not seen."""
+    exact = torch.promote_types(query.dtype, torch.float32)
     groups = query.shape[1] // keys.shape[1]
-    scores = query.float() @ keys.float().repeat_interleave(groups, 1).mT * scaling
+    scores = query.to(exact) @ keys.to(exact).repeat_interleave(groups, 1).mT * scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     key, row = torch.arange(keys.shape[2], device=keys.device), rows[:, None, :, None]
@@ -99,5 +146,5 @@ def attention_mass(
     scores = scores.masked_fill(~seen, -torch.inf)
     total = scores.logsumexp(-1, keepdim=True)
     if sinks is not None:
-        total = torch.logaddexp(total, sinks.float()[:, None, None])
-    return (scores - total).exp().masked_fill(~seen, 0).sum((1, 2))
+        total = torch.logaddexp(total, sinks.to(exact)[:, None, None])
+    return (scores - total).exp().masked_fill(~seen, 0)

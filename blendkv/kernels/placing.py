@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import gcd
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -12,10 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blendkv.kernels.table import ALIGN, address
-
-if TYPE_CHECKING:
-    from blendkv.chunk import ChunkCache
+from blendkv.kernels.table import ALIGN
 
 BLOCK_T = 32
 """Tokens a program handles."""
@@ -40,24 +37,11 @@ def cut(spans: Sequence[tuple[int, int, int, int]]) -> tuple[np.ndarray, np.ndar
     return pieces, np.stack([piece, first * BLOCK_T], 1)
 
 
-def addresses(chunk: ChunkCache) -> np.ndarray:
-    """Where a chunk's layers are, in CUDA or pinned memory (not checked); holds as long as the chunk's tensors.
-
-    Returns:
-        `[L, 2, 2]` int64: for keys and for values the address and the bytes from one token to the next.
-
-    Raises:
-        ValueError: for a layer that kernels cannot address.
-    """
-    layers = zip(chunk.keys, chunk.values, strict=True)
-    return np.array([[(address(t), t.shape[2] * t.element_size()) for t in layer] for layer in layers], np.int64)
-
-
 def locate(placed: Sequence[tuple[np.ndarray, int]], layers: range) -> np.ndarray:
     """Addresses of every piece's first token.
 
     Args:
-        placed: for each piece the `addresses` of its chunk, and how far into the chunk it begins.
+        placed: for each piece `ChunkCache.addresses`, and how far into the chunk it begins.
         layers: wanted.
 
     Returns:

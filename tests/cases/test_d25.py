@@ -64,10 +64,10 @@ def test_d25_the_gate_is_part_of_the_package(model):
 
 def test_d25_the_gate_fails_when_rows_get_another_tokens_values(model, monkeypatch):
     """Control: rows scattered one place off, the bug of the report, must not pass."""
-    from blendkv import blend
+    from blendkv import buffers
 
-    scatter = blend._scatter
+    scatter = buffers._scatter
     off = lambda buffer, rows, states: scatter(buffer, rows, states.roll(1, dims=2))  # noqa: E731
-    monkeypatch.setattr(blend, "_scatter", off)
+    monkeypatch.setattr(buffers, "_scatter", off)
     checks = list(proof.exactness_checks(attachment_of(model)))
     assert any(not check.ok for check in checks)

@@ -33,7 +33,7 @@ def chunk_of(tokens, layers, heads, dim, value_dim, dtype, device):
 def place(cache, placed, layers, sizes, dtype, pairing, angles, device):
     """`placed`: (chunk, offset, row, start, length)."""
     pieces, tiles = placing.cut([(row, start, length, len(chunk)) for chunk, _, row, start, length in placed])
-    sources = placing.locate([(placing.addresses(chunk), offset) for chunk, offset, *_ in placed], layers)
+    sources = placing.locate([(chunk.addresses, offset) for chunk, offset, *_ in placed], layers)
     on_device = (torch.from_numpy(a).to(device) for a in (sources, pieces, tiles))
     placing.rotate_and_place(*on_device, cache.table, layers, sizes, dtype, pairing, angles)
     for layer in layers:
@@ -106,7 +106,7 @@ def test_from_pinned_memory(buffers, close, device):
     }
     angles = angles_of(2, TOKENS, 64, device)
     spans = [(row, start, length, len(chunk)) for chunk, _, row, start, length in placed]
-    sources = placing.locate([(placing.addresses(pinned[id(c)]), o) for c, o, *_ in placed], range(3))
+    sources = placing.locate([(pinned[id(c)].addresses, o) for c, o, *_ in placed], range(3))
     tensors = [torch.from_numpy(a).to(device) for a in (sources, *placing.cut(spans))]
     placing.rotate_and_place(*tensors, cache.table, range(3), (8, 128, 128), torch.bfloat16, "half", angles)
     got = [tuple(t.clone() for t in layer) for layer in cache.layers]
@@ -122,7 +122,7 @@ def test_cut_and_locate():
     assert pieces.tolist() == [[0, 5, 2 * block + 1, 999], [1, 0, block, block]]
     assert tiles.tolist() == [[0, 0], [0, block], [0, 2 * block], [1, 0]]
     chunk = chunk_of(9, 3, 2, 16, 8, torch.bfloat16, "cpu")
-    found = placing.locate([(placing.addresses(chunk), 0), (placing.addresses(chunk), 4)], range(1, 3))
+    found = placing.locate([(chunk.addresses, 0), (chunk.addresses, 4)], range(1, 3))
     assert found.dtype == np.int64
     assert found.shape == (2, 2, 2)
     for i, layer in enumerate((1, 2)):

@@ -1,0 +1,260 @@
+"""The prompt's keys and values while they are filled: stored ones placed, fresh ones written, the two compared.
+
+`Buffers` does it layer by layer with torch operations, on any device; `KernelBuffers` is its fast twin on CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from blendkv import kernels
+from blendkv.cache import BlendedLayer
+from blendkv.kernels.table import address, describe
+from blendkv.plan import RowPlan
+from blendkv.report import Clock
+from blendkv.rope import Rotation, on_device
+
+Sizes = tuple[int, int, int]
+
+
+class Buffers:
+    """Torch operations: the slow, obvious twin.
+
+    Args:
+        layers: of the cache.
+        rotations: one a layer.
+        rotary: the model's rotary module, or None.
+        positions: `[B, T]` position ids.
+        plans: one a batch row.
+        clock: where the time of placing is noted.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[BlendedLayer],
+        rotations: Sequence[Rotation],
+        rotary: nn.Module | None,
+        positions: Tensor,
+        plans: Sequence[RowPlan],
+        clock: Clock,
+    ) -> None:
+        self.layers, self.rotations, self.rotary = layers, rotations, rotary
+        self.positions, self.plans, self.clock = positions, plans, clock
+        self.length = positions.shape[1]
+        self.placed: set[int] = set()
+        self._angles: dict = {}
+
+    def table(self, layer_idx: int) -> Tensor | None:
+        """`[L, 4]` for kernels (`kernels.table`) on the layer's device; None where torch does the work."""
+        return None
+
+    def place(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
+        """Writes the layer's stored keys, rotated to the prompt's positions, and values (once).
+
+        Args:
+            layer_idx: of the layer.
+            keys: `[B, H, S, D]`, for dtype, device and sizes.
+            values: `[B, H, S, Dv]`, likewise.
+        """
+        if layer_idx in self.placed:
+            return
+        self.placed.add(layer_idx)
+        device = keys.device
+        with self.clock.stage("place", device):
+            to_keys, to_values = self.layers[layer_idx].allocate(keys, values, self.length)
+            rotation = self.rotations[layer_idx]
+            angles = self.angles(rotation, device)
+            for b, plan in enumerate(self.plans):
+                for run in plan.runs:
+                    here = slice(run[0][0].start, run[-1][0].stop)
+                    stored = _join([span.of(chunk.keys[layer_idx]) for span, chunk in run], device)
+                    turn = None if angles is None else (angles[0][b : b + 1, :, here], angles[1][b : b + 1, :, here])
+                    rotation.rotate(stored[None], turn, out=to_keys[b : b + 1, :, here])
+                    to_values[b, :, here] = _join([span.of(chunk.values[layer_idx]) for span, chunk in run], device)
+
+    def write_all(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
+        """Writes fresh `[B, H, T, D]` states of every row."""
+        layer = self.layers[layer_idx]
+        if layer_idx not in self.placed:
+            layer.allocate(keys, values, self.length)
+        layer._keys[:, :, : self.length] = keys
+        layer._values[:, :, : self.length] = values
+
+    def write(self, layer_idx: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Writes fresh `[B, H, S, D]` states at `rows [B, S]`, over what was placed."""
+        self.place(layer_idx, keys, values)
+        layer = self.layers[layer_idx]
+        _scatter(layer._keys, rows, keys)
+        _scatter(layer._values, rows, values)
+
+    def distance(self, layer_idx: int, rows: Tensor | None, fresh: Tensor, source: str) -> Tensor:
+        """`[B, S]` fp32 squared distance of fresh from stored states, over heads and dims.
+
+        Args:
+            layer_idx: of a layer that was placed.
+            rows: `[B, S]` prompt indices of the fresh states; None for the first S.
+            fresh: `[B, H, S, D]`.
+            source: "k" or "v".
+        """
+        layer = self.layers[layer_idx]
+        buffer = layer._keys if source == "k" else layer._values
+        stored = buffer[:, :, : fresh.shape[2]] if rows is None else _gather(buffer, rows)
+        return (fresh - stored).float().square_().sum((1, 3))
+
+    def angles(self, rotation: Rotation, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines of the prompt's positions, made once for each rotation and device."""
+        if (rotation, device) not in self._angles:
+            self._angles[rotation, device] = on_device(rotation.angles(self.rotary, self.positions), device)
+        return self._angles[rotation, device]
+
+
+class KernelBuffers(Buffers):
+    """Triton kernels: every layer allocated at the start, chunks that a GPU can read placed in one launch for all.
+
+    Args:
+        layers: of the cache.
+        rotations: one a layer.
+        rotary: the model's rotary module, or None.
+        positions: `[B, T]` position ids.
+        plans: one a batch row.
+        clock: where the time of placing is noted.
+        sizes: for each layer (KV heads, key dim, value dim).
+        dtype: of keys and values.
+        devices: one a layer.
+        tables: `[L, 4]` int64 on each device, to be filled; kept by the caller if CUDA graphs read them.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        sizes: Sequence[Sizes],
+        dtype: torch.dtype,
+        devices: Sequence[torch.device],
+        tables: dict[torch.device, Tensor],
+    ) -> None:
+        super().__init__(*args)
+        self.sizes, self.dtype, self.devices, self.tables = sizes, dtype, devices, tables
+        batch = self.positions.shape[0]
+        for layer, (heads, dim, value_dim), device in zip(self.layers, sizes, devices, strict=True):
+            layer.allocate_for(batch, heads, dim, value_dim, self.length, dtype, device)
+        fill_tables(tables, self.layers, self.length)
+        self._spans = [(b, span, chunk) for b, plan in enumerate(self.plans) for span, chunk in plan.placed]
+        self._pieces: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def table(self, layer_idx: int) -> Tensor:
+        """See `Buffers`."""
+        return self.tables[self.devices[layer_idx]]
+
+    def place_from(self, first: int) -> None:
+        """Places every layer from `first` on whose chunks are all on its device, in as few launches as there are kinds.
+
+        Layers with chunks in host memory follow one by one, when they are needed.
+        """
+        homes = {chunk.homes for _, _, chunk in self._spans}
+        here = [i for i in range(first, len(self.layers)) if all(home[i] == self.devices[i] for home in homes)]
+        for _, run in groupby(here, key=lambda i: (i - here.index(i), *self._kind(i))):
+            layers = list(run)
+            self._launch(range(layers[0], layers[-1] + 1), [chunk.addresses for _, _, chunk in self._spans])
+            self.placed.update(layers)
+
+    def _kind(self, i: int) -> tuple:
+        return self.rotations[i], self.sizes[i], self.devices[i]
+
+    def place(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
+        """See `Buffers`. Chunks that a GPU cannot read go through a copy on the device, of this layer alone."""
+        if layer_idx in self.placed:
+            return
+        self.placed.add(layer_idx)
+        moved, bases = [], []
+        for _, _, chunk in self._spans:
+            if chunk.homes[layer_idx] in (None, self.devices[layer_idx]):
+                bases.append(chunk.addresses[layer_idx : layer_idx + 1])
+                continue
+            states = [t[layer_idx].to(self.devices[layer_idx], non_blocking=True) for t in (chunk.keys, chunk.values)]
+            moved.append(states)  # until the launch is queued
+            bases.append(np.array([[(address(t), t.shape[2] * t.element_size()) for t in states]], np.int64))
+        self._launch(range(layer_idx, layer_idx + 1), bases, whole=False)
+
+    def _launch(self, layers: range, bases: list[np.ndarray], whole: bool = True) -> None:
+        """One launch for layers of one kind; `bases` of all layers (`whole`) or of these alone."""
+        if not self._spans:
+            return
+        from blendkv.kernels.placing import cut, locate, rotate_and_place
+
+        first = layers[0]
+        device, rotation = self.devices[first], self.rotations[first]
+        with self.clock.stage("place", device), kernels.on(device):
+            if device not in self._pieces:
+                cuts = cut([(b, span.start, span.length, len(chunk)) for b, span, chunk in self._spans])
+                self._pieces[device] = tuple(torch.from_numpy(c).to(device, non_blocking=True) for c in cuts)  # ty: ignore[invalid-assignment]
+            located = [(base, span.offset) for base, (_, span, _) in zip(bases, self._spans, strict=True)]
+            sources = torch.from_numpy(locate(located, layers if whole else range(1))).to(device, non_blocking=True)
+            rotate_and_place(
+                sources,
+                *self._pieces[device],
+                self.tables[device],
+                layers,
+                self.sizes[first],
+                self.dtype,
+                rotation.pairing,
+                self.angles(rotation, device),
+            )
+
+    def write_all(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
+        """See `Buffers`."""
+        self.placed.add(layer_idx)
+        super().write_all(layer_idx, keys, values)
+
+    def write(self, layer_idx: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+        """See `Buffers`."""
+        self.place(layer_idx, keys, values)
+        scatter(self.table(layer_idx), layer_idx, rows, keys, values)
+
+    def distance(self, layer_idx: int, rows: Tensor | None, fresh: Tensor, source: str) -> Tensor:
+        """See `Buffers`."""
+        from blendkv.kernels.rows import deviation
+
+        with kernels.on(fresh.device):
+            return deviation(fresh, rows, self.table(layer_idx), layer_idx, "keys" if source == "k" else "values")
+
+
+def scatter(table: Tensor, layer_idx: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Writes fresh `[B, H, S, D]` states at `rows [B, S]` into the buffers that a table names."""
+    from blendkv.kernels.rows import scatter
+
+    with kernels.on(keys.device):
+        scatter(keys, values, rows, table, layer_idx)
+
+
+def fill_tables(tables: dict[torch.device, Tensor], layers: Sequence[BlendedLayer], filled: int) -> None:
+    """Writes where the buffers of all layers are into the `[L, 4]` table of every device."""
+    found = torch.from_numpy(describe([(layer._keys, layer._values) for layer in layers], filled))
+    for table in tables.values():
+        table.copy_(found, non_blocking=True)
+
+
+def _join(parts: list[Tensor], device: torch.device) -> Tensor:
+    """`[H, n, D]` parts joined along tokens, on a device."""
+    here = [part.to(device, non_blocking=True) for part in parts]
+    return here[0] if len(here) == 1 else torch.cat(here, dim=1)
+
+
+def _gather(buffer: Tensor, rows: Tensor) -> Tensor:
+    """`[B, H, S, D]` of a buffer `[B, H, capacity, D]` at `rows [B, S]`."""
+    index = rows.to(buffer.device)[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
+    return buffer.gather(2, index)
+
+
+def _scatter(buffer: Tensor, rows: Tensor, states: Tensor) -> None:
+    """Writes `[B, H, S, D]` into a buffer `[B, H, capacity, D]` at `rows [B, S]`."""
+    rows = rows.to(buffer.device)
+    if rows.shape[0] == 1:
+        buffer.index_copy_(2, rows[0], states)
+    else:
+        buffer.scatter_(2, rows[:, None, :, None].expand_as(states), states)

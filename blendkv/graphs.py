@@ -1,0 +1,318 @@
+"""CUDA graphs of decoder layers: one launch for a layer where its Python and its launches take longer than its work.
+
+A graph is recorded for each layer and each shape `[B, S]` of computed rows, around the model's own `layer.forward`. It
+reads nothing that changes from prompt to prompt by address: hidden states, rows and position embeddings are copied into
+tensors of its own, and the cache's buffers are found through a table on the device (`kernels.table`).
+
+Recorded at first sight, next to the ordinary run whose result is used; checked against an ordinary run the second time,
+on other inputs; trusted from then on. What cannot be recorded, or does not agree, runs as usual from then on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blendkv import _compat, kernels
+from blendkv.attention import RowMask
+
+SHAPES = 24
+"""Shapes remembered; the least recently used goes first."""
+LAUNCH_SECONDS = 1.5e-3
+"""What a layer of an unmodified transformers model takes on the host, about."""
+FLOPS_PER_SECOND = 4e14
+"""What a large card computes, about: beyond `LAUNCH_SECONDS` of work a layer, the host keeps up without graphs."""
+AGREES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""RMS of the difference between a replay and an ordinary run / RMS of the latter, at most."""
+
+
+@dataclass
+class Recorded:
+    """The graph of one layer.
+
+    Attributes:
+        graph: to replay.
+        inputs: names and places of the tensors that it reads besides hidden states and rows.
+        plain: the layer's other arguments, which were compiled in.
+        wrap: the output around the hidden states.
+        proved: whether a replay on other inputs has been compared.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    inputs: dict[str, Any]
+    plain: dict[str, Any]
+    wrap: Callable[[Tensor], Any]
+    proved: bool = False
+
+
+@dataclass
+class Shape:
+    """Everything for one `[B, S]`: the graphs' own tensors on each device, and the graphs."""
+
+    rows: dict[torch.device, Tensor] = field(default_factory=dict)
+    hidden: dict[torch.device, Tensor] = field(default_factory=dict)
+    inputs: dict[tuple[torch.device, int], Tensor] = field(default_factory=dict)
+    layers: dict[int, Recorded] = field(default_factory=dict)
+
+
+class LayerGraphs:
+    """The graphs of one model. One pass at a time uses them; another meanwhile runs as usual.
+
+    Args:
+        devices: one a layer.
+        layers: of the decoder.
+        row_flops: of each layer, per row, or None if they could not be counted.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], layers: Sequence[nn.Module], row_flops: float | None) -> None:
+        self.devices, self.layers = devices, layers
+        self.tables = {d: torch.zeros(len(devices), 4, dtype=torch.int64, device=d) for d in set(devices)}
+        self.widest = int(LAUNCH_SECONDS * FLOPS_PER_SECOND / row_flops) if row_flops else 1024
+        self.refused: dict[int, str] = {}
+        self._shapes: OrderedDict[tuple, Shape] = OrderedDict()
+        self._pools: dict[torch.device, Any] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._done: dict[torch.device, torch.cuda.Event] = {}
+        self._lock = threading.Lock()
+        self._modules = [m for layer in layers for m in layer.modules() if m is not layer]
+
+    def open(self) -> GraphPass | None:
+        """Starts a pass, or None if another is under way or something here needs the ordinary run."""
+        usual = (
+            not torch.is_grad_enabled() and not torch.is_autocast_enabled("cuda") and not torch.compiler.is_compiling()
+        )
+        if not usual or self._watched() or not self._lock.acquire(blocking=False):
+            return None
+        for device, event in self._done.items():  # a pass on another stream may still be reading these tensors
+            torch.cuda.current_stream(device).wait_event(event)
+        return GraphPass(self)
+
+    def close(self) -> None:
+        """Ends the pass that was opened."""
+        for device in self.tables:
+            with torch.cuda.device(device):
+                event = self._done.setdefault(device, torch.cuda.Event())
+                event.record(torch.cuda.current_stream(device))
+        self._lock.release()
+
+    def shape(self, batch: int, width: int) -> Shape:
+        """What is remembered of a shape."""
+        found = self._shapes.setdefault((batch, width), Shape())
+        self._shapes.move_to_end((batch, width))
+        if len(self._shapes) > SHAPES:
+            self._shapes.popitem(last=False)
+        return found
+
+    def _watched(self) -> bool:
+        """Whether somebody's hooks want to see what happens inside the layers (ours on the layers do not count)."""
+        everywhere = nn.modules.module
+        if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
+            return True
+        if any(len(layer._forward_pre_hooks) > 1 for layer in self.layers):
+            return True
+        hooks = (m._forward_hooks for m in (*self.layers, *self._modules) if m._forward_hooks)
+        if not all(_compat.is_idle_hook(hook) for found in hooks for hook in found.values()):
+            return True
+        return any(m._forward_pre_hooks for m in self._modules)
+
+    def record(self, device: torch.device, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        """Records what `run` launches on a device; returns the graph and what `run` returned."""
+        with torch.cuda.device(device):
+            if device not in self._streams:
+                self._pools[device] = torch.cuda.graph_pool_handle()
+                self._streams[device] = torch.cuda.Stream(device)
+                with torch.cuda.stream(self._streams[device]):  # cuBLAS takes its workspace outside any recording
+                    for dtype in kernels.DTYPES:
+                        torch.ones(16, 16, dtype=dtype, device=device) @ torch.ones(16, 16, dtype=dtype, device=device)
+            stream, graph = self._streams[device], torch.cuda.CUDAGraph()
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                graph.capture_begin(pool=self._pools[device], capture_error_mode="thread_local")
+                try:
+                    out = run()
+                finally:
+                    graph.capture_end()
+            torch.cuda.current_stream(device).wait_stream(stream)
+        return graph, out
+
+
+class GraphPass:
+    """One forward's use of the graphs."""
+
+    def __init__(self, graphs: LayerGraphs) -> None:
+        self.graphs = graphs
+        self._shape: Shape | None = None
+        self._loaded: dict[tuple[torch.device, int], tuple[int, Tensor]] = {}
+
+    @property
+    def tables(self) -> dict[torch.device, Tensor]:
+        """`[L, 4]` on each device, read by the graphs."""
+        return self.graphs.tables
+
+    def close(self) -> None:
+        """Lets the next pass in."""
+        self.graphs.close()
+
+    def width(self, rows: int) -> int:
+        """How many rows to compute so that prompts of about this length share graphs (a few percent more)."""
+        if rows > self.graphs.widest:
+            return rows
+        step = 1 if rows <= 16 else 32
+        return -(-rows // step) * step
+
+    def enter(self, rows: Tensor) -> None:
+        """From here on `rows [B, S]` are computed."""
+        self._shape, self._loaded = None, {}
+        if rows.shape[1] > self.graphs.widest:
+            return
+        self._shape = self.graphs.shape(*rows.shape)
+        for device in self.graphs.tables:
+            if device not in self._shape.rows:
+                with torch.inference_mode(False):
+                    self._shape.rows[device] = torch.empty_like(rows, device=device)
+            self._shape.rows[device].copy_(rows, non_blocking=True)
+
+    def rows(self, device: torch.device) -> Tensor | None:
+        """The graphs' own copy of the rows computed; None where no graph is used."""
+        return None if self._shape is None else self._shape.rows[device]
+
+    def leave(self) -> None:
+        """From here on the layers run as usual."""
+        self._shape = None
+
+    def run(
+        self, layer_idx: int, forward: Callable, hidden: Tensor, kwargs: dict[str, Any], note: Callable[[], None]
+    ) -> Any:
+        """What `forward(hidden, **kwargs)` returns.
+
+        Args:
+            layer_idx: of the layer.
+            forward: the layer's own.
+            hidden: `[B, S, D]`, only argument by place.
+            kwargs: the others.
+            note: called where a replay did what `Cache.update` would have noted.
+        """
+        shape, mask = self._shape, kwargs.get("attention_mask")
+        if shape is None or layer_idx in self.graphs.refused or not isinstance(mask, RowMask) or not mask.by_kernel:
+            return forward(hidden, **kwargs)
+        if mask.padded:
+            return forward(hidden, **kwargs)
+        device = self.graphs.devices[layer_idx]
+        moving = {name: value for name, value in kwargs.items() if name.startswith("position_")}
+        plain = {
+            n: v for n, v in kwargs.items() if n not in moving and n not in ("attention_mask", *_compat.CACHE_NAMES)
+        }
+        if not all(v is None or isinstance(v, bool | int | float | str) for v in plain.values()):
+            return forward(hidden, **kwargs)
+        plain["mask"] = mask.band
+        own = shape.hidden.get(device)
+        if own is None or own.shape != hidden.shape or own.dtype != hidden.dtype:
+            shape.layers.clear()
+            with torch.inference_mode(False):
+                own = shape.hidden[device] = torch.empty_like(hidden, device=device)
+        if own is not hidden:
+            own.copy_(hidden, non_blocking=True)
+        inputs = {name: self._load(shape, device, value) for name, value in moving.items()}
+        recorded = shape.layers.get(layer_idx)
+        if recorded is not None and (recorded.plain != plain or recorded.inputs != inputs):
+            return forward(hidden, **kwargs)
+        if recorded is None:
+            return self._first(shape, layer_idx, forward, own, inputs, plain, kwargs)
+        with torch.cuda.device(device):
+            if not recorded.proved:
+                return self._second(shape, layer_idx, forward, own, recorded, kwargs)
+            recorded.graph.replay()
+        note()
+        last = layer_idx == len(self.graphs.devices) - 1
+        return recorded.wrap(own.clone() if last else own)
+
+    def _first(
+        self, shape: Shape, layer_idx: int, forward: Callable, own: Tensor, inputs: Any, plain: Any, kwargs: Any
+    ) -> Any:
+        """Runs as usual on the graph's own tensors, then records the same."""
+        device = self.graphs.devices[layer_idx]
+        kwargs = kwargs | {name: self._value(shape, device, value) for name, value in inputs.items()}
+        output = forward(own, **kwargs)
+        hidden, wrap = _unwrap(output)
+        if hidden is None or hidden.shape != own.shape:
+            self.graphs.refused[layer_idx] = "its output is more than hidden states"
+            return output
+
+        def run() -> None:
+            own.copy_(_unwrap(forward(own, **kwargs))[0])
+
+        try:
+            graph, _ = self.graphs.record(device, run)
+        except RuntimeError as error:  # a layer that asks the device something half-way
+            self.graphs.refused[layer_idx] = f"{str(error).splitlines()[0]}"
+            return output
+        shape.layers[layer_idx] = Recorded(graph, inputs, plain, wrap)
+        return output
+
+    def _second(
+        self, shape: Shape, layer_idx: int, forward: Callable, own: Tensor, recorded: Recorded, kwargs: Any
+    ) -> Any:
+        """Replays, runs as usual, and compares; the usual result is used."""
+        given = own.clone()
+        recorded.graph.replay()
+        replayed = own.clone()
+        own.copy_(given)
+        device = self.graphs.devices[layer_idx]
+        moving = {name: self._value(shape, device, value) for name, value in recorded.inputs.items()}
+        output = forward(own, **kwargs | moving)
+        hidden = _unwrap(output)[0]
+        error = (replayed - hidden).float().square().mean().sqrt() / hidden.float().square().mean().sqrt()
+        if float(error) <= AGREES[own.dtype]:
+            recorded.proved = True
+        else:
+            self.graphs.refused[layer_idx] = f"a replay is off by {float(error):.2g}"
+        return output
+
+    def _load(self, shape: Shape, device: torch.device, value: Any) -> Any:
+        """Copies tensors into the graphs' own (once a pass); returns their numbers in the same structure."""
+        if isinstance(value, tuple | list):
+            return tuple(self._load(shape, device, part) for part in value)
+        if not isinstance(value, Tensor):
+            return value
+        if (device, id(value)) not in self._loaded:
+            number = sum(d == device for d, _ in self._loaded)
+            own = shape.inputs.get((device, number))
+            if own is None or own.shape != value.shape or own.dtype != value.dtype:
+                shape.layers.clear()
+                with torch.inference_mode(False):
+                    own = shape.inputs[device, number] = torch.empty_like(value, device=device)
+            own.copy_(value, non_blocking=True)
+            self._loaded[device, id(value)] = number, value  # held, so that the id stays its own
+        return _Number(self._loaded[device, id(value)][0])
+
+    def _value(self, shape: Shape, device: torch.device, value: Any) -> Any:
+        """The graphs' own tensors for what `_load` returned."""
+        if isinstance(value, tuple):
+            return tuple(self._value(shape, device, part) for part in value)
+        return shape.inputs[device, value.number] if isinstance(value, _Number) else value
+
+
+@dataclass(frozen=True)
+class _Number:
+    number: int
+
+
+def _unwrap(output: Any) -> tuple[Any, Callable[[Tensor], Any]]:
+    """The hidden states in a layer's output, and how to put others in their place; None if there is more in it."""
+    if isinstance(output, Tensor):
+        return output, lambda hidden: hidden
+    if isinstance(output, tuple) and output and all(part is None for part in output[1:]):
+        rest = output[1:]
+        return output[0], lambda hidden: (hidden, *rest)
+    return None, lambda hidden: hidden
+
+
+def devices_of(layers: Iterable[nn.Module]) -> tuple[torch.device, ...]:
+    """Where each layer's weights are."""
+    return tuple(next(layer.parameters()).device for layer in layers)
