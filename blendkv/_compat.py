@@ -10,6 +10,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import transformers
@@ -38,8 +39,20 @@ def cache_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def cache_keyword(forward: Callable) -> str:
     """The name under which `forward` takes its cache."""
-    parameters = inspect.signature(forward).parameters
-    return next((name for name in CACHE_NAMES if name in parameters), CACHE_ARG)
+    names = parameter_names(forward)
+    return next((name for name in CACHE_NAMES if name in names), CACHE_ARG)
+
+
+def parameter_names(forward: Callable) -> tuple[str, ...]:
+    """Names of what `forward` takes, without `self`; looked up once for each method's function."""
+    if not isinstance(forward, types.MethodType):
+        return tuple(inspect.signature(forward).parameters)
+    return _names_of(forward.__func__)[1:]
+
+
+@cache
+def _names_of(function: Callable) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
 
 
 def is_idle_hook(hook: Callable) -> bool:
@@ -51,7 +64,7 @@ def bind_arguments(forward: Callable, args: tuple[Any, ...], kwargs: dict[str, A
     """Positional and keyword arguments of a call, all by name (`**kwargs` of the signature flattened)."""
     if not args:
         return dict(kwargs)
-    return dict(zip(inspect.signature(forward).parameters, args, strict=False)) | kwargs
+    return dict(zip(parameter_names(forward), args, strict=False)) | kwargs
 
 
 def cached_states(cache: Any) -> list[tuple[Tensor, Tensor]]:

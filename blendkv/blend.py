@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from blendkv.attention import LazyMask, RowMask, blending
 from blendkv.buffers import Buffers, KernelBuffers
 from blendkv.cache import BlendedCache
 from blendkv.chunk import ChunkCache
-from blendkv.errors import UnsupportedModelError
+from blendkv.errors import CacheStateError, UnsupportedModelError
 from blendkv.graphs import GraphPass
 from blendkv.plan import RowPlan, chunks_per_row, plan_row, require_hits
 from blendkv.report import BlendReport, ChunkUse, LayerRows
@@ -84,8 +85,8 @@ class Blend:
         self.graphs = graphs
         self.rows: Tensor | None = None
         """`[B, S]` prompt indices computed in the current layer, ascending; None while that is all of them."""
-        self.filled: list[tuple[Tensor | None, int]] = []
-        """By layer: rows with fresh keys and values, and how many of them belong to chunks."""
+        self.filled: list[tuple[Tensor | None, int | None]] = []
+        """By layer: rows with fresh keys and values, and how many of them belong to chunks (None: all)."""
         self.reads_all = True
         """Whether somebody reads the last layer's output for more than the last `logits_to_keep` rows."""
         self.collects = False
@@ -96,16 +97,13 @@ class Blend:
         self._open = ExitStack()
         self._outputs = min(cache.logits_to_keep or 1, self.length)
         ids = input_ids.cpu().numpy()
-        real = np.ones(ids.shape, bool) if visible is None else visible.cpu().numpy().astype(bool)
+        self._real = np.ones(ids.shape, bool) if visible is None else visible.cpu().numpy().astype(bool)
+        self._ids = np.where(self._real, ids, -1)
+        self._chunks = chunks_per_row(cache.chunks, len(ids))
         self.plans: list[RowPlan] = []
-        for b, chunks in enumerate(chunks_per_row(cache.chunks, len(ids))):
-            hidden = np.where(real[b], ids[b], -1)
-            self.plans.append(plan_row(b, hidden, chunks, facts.mismatch, self.length - self._outputs))
-            if cache.strict:
-                require_hits(self.plans[-1], chunks)
-        self._tokens = int(real.sum())
-        self._chunk_total = sum(plan.chunk_tokens for plan in self.plans)
-        self._computed = self._chunk_total
+        """One a batch row, once `prepare` was called."""
+        self._chunk_total = 0
+        self._computed = 0
         """Chunk tokens among the rows computed in the current layer."""
         self._chosen: list[Tensor] = []
         """For each batch row those tokens, once rows were dropped."""
@@ -121,8 +119,6 @@ class Blend:
         Args:
             devices: one a layer.
         """
-        self.report.chunks, self.report.tokens = self.uses, self._tokens
-        self.report.chunk_bytes = sum(plan.chunk_bytes for plan in self.plans)
         if self.graphs is not None:
             self._open.callback(self.graphs.close)
         self._open.callback(blending.reset, blending.set(True))
@@ -132,12 +128,57 @@ class Blend:
         if reason is not None:
             self.report.kernels = f"torch and SDPA ({reason})"
             self.buffers = Buffers(*given)
+        else:
+            tables = self.graphs.tables if self.graphs is not None else new_tables(devices)
+            self.buffers = KernelBuffers(*given, sizes=facts.sizes, dtype=facts.dtype, devices=devices, tables=tables)
+            self.report.kernels = "Triton" if self.graphs is None else "Triton; CUDA graphs of layers that are short"
+        if reason is not None or self.cache.strict or not self.first_narrowed:
+            self.prepare()
+
+    @property
+    def first_narrowed(self) -> int | None:
+        """The first layer in front of which rows are dropped."""
+        return min(self.cache.schedule, default=None)
+
+    def prepare(self) -> None:
+        """Finds the chunks in the prompt and places them (once): on a GPU while it computes the layers before.
+
+        Raises:
+            ChunkMissError: if the cache is strict and a chunk cannot be used.
+            CacheStateError: if the ids are not those of a whole prompt.
+        """
+        if self.plans:
             return
-        tables = self.graphs.tables if self.graphs is not None else new_tables(devices)
-        self.buffers = KernelBuffers(*given, sizes=facts.sizes, dtype=facts.dtype, devices=devices, tables=tables)
-        self.report.kernels = "Triton" if self.graphs is None else "Triton, layers as CUDA graphs where they are short"
-        if self.cache.schedule and self._chunk_total:
-            self.buffers.place_from(min(self.cache.schedule))
+        try:
+            for b, chunks in enumerate(self._chunks):
+                self.plans.append(plan_row(b, self._ids[b], chunks, self.facts.mismatch, self.length - self._outputs))
+                if self.cache.strict:
+                    require_hits(self.plans[-1], chunks)
+            self._warn_if_nothing_found()
+        except BaseException:  # nothing is lost: the cache is empty still
+            self.cache.layers, self.cache._failed = [], False
+            raise
+        self._computed = self._chunk_total = sum(plan.chunk_tokens for plan in self.plans)
+        self.report.chunks, self.report.tokens = self.uses, int(self._real.sum())
+        self.report.chunk_bytes = sum(plan.chunk_bytes for plan in self.plans)
+        if self._chunk_total and self.first_narrowed is not None:
+            self.buffers.prepare(self.first_narrowed)
+
+    def _warn_if_nothing_found(self) -> None:
+        if not self.uses or any(use.found for use in self.uses):
+            return
+        longest_row = max((sum(map(len, row)) for row in self.cache.chunks), default=0)
+        if longest_row > self.length:
+            raise CacheStateError(
+                f"none of the chunks ({longest_row} tokens) is in the {self.length} input_ids: a BlendedCache wants "
+                "the ids of the whole prompt, chunks included, not only the new ones"
+            )
+        warnings.warn(
+            "no chunk was found in the prompt, so everything is computed: build the prompt from the chunks' own ids "
+            "(ChunkLibrary does), or compare tokenisers",
+            stacklevel=2,
+        )
+        self.report.remark("no chunk was found in the prompt: plain prefill")
 
     def end(self) -> None:
         """The forward is over, well or not."""
@@ -284,17 +325,19 @@ class Blend:
     def note(self, layer_idx: int) -> None:
         """A layer's keys and values are there, written by `fill` or by a CUDA graph."""
         if layer_idx == len(self.filled):
-            self.filled.append((self.rows, self._computed))
+            self.filled.append((self.rows, self._computed if self.rows is not None else None))
         self.cache.blended[layer_idx].resize(self.length)
 
     # -- after the last layer ---------------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """Writes the partition of rows and the cost into the report."""
+        self.prepare()
         missed = sum(plan.missed for plan in self.plans)
-        fresh = self._tokens - self._chunk_total - missed
+        fresh = self.report.tokens - self._chunk_total - missed
         last_only = self.rows is not None and self.rows is not self.filled[-1][0]
-        for i, (_, computed) in enumerate(self.filled):
+        for i, (_, counted) in enumerate(self.filled):
+            computed = self._chunk_total if counted is None else counted
             self.report.layers.append(
                 LayerRows(
                     reused=self._chunk_total - computed,

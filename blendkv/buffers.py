@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from blendkv import kernels
 from blendkv.cache import BlendedLayer
+from blendkv.chunk import ChunkCache
 from blendkv.kernels.table import address, describe
 from blendkv.plan import RowPlan
+from blendkv.prompt import Span
 from blendkv.report import Clock
 from blendkv.rope import Rotation, on_device
 
@@ -54,6 +56,9 @@ class Buffers:
         """`[L, 4]` for kernels (`kernels.table`) on the layer's device; None where torch does the work."""
         return None
 
+    def prepare(self, first: int) -> None:
+        """The plans are there, and from layer `first` on stored states are wanted."""
+
     def place(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
         """Writes the layer's stored keys, rotated to the prompt's positions, and values (once).
 
@@ -81,7 +86,7 @@ class Buffers:
     def write_all(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
         """Writes fresh `[B, H, T, D]` states of every row."""
         layer = self.layers[layer_idx]
-        if layer_idx not in self.placed:
+        if not layer.is_initialized:
             layer.allocate(keys, values, self.length)
         layer._keys[:, :, : self.length] = keys
         layer._values[:, :, : self.length] = values
@@ -115,7 +120,7 @@ class Buffers:
 
 
 class KernelBuffers(Buffers):
-    """Triton kernels: every layer allocated at the start, chunks that a GPU can read placed in one launch for all.
+    """Triton kernels: chunks that are on the layers' device are placed in one launch for all layers.
 
     Args:
         layers: of the cache.
@@ -140,22 +145,24 @@ class KernelBuffers(Buffers):
     ) -> None:
         super().__init__(*args)
         self.sizes, self.dtype, self.devices, self.tables = sizes, dtype, devices, tables
-        batch = self.positions.shape[0]
-        for layer, (heads, dim, value_dim), device in zip(self.layers, sizes, devices, strict=True):
-            layer.allocate_for(batch, heads, dim, value_dim, self.length, dtype, device)
-        fill_tables(tables, self.layers, self.length)
-        self._spans = [(b, span, chunk) for b, plan in enumerate(self.plans) for span, chunk in plan.placed]
+        self._spans: list[tuple[int, Span, ChunkCache]] = []
         self._pieces: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def table(self, layer_idx: int) -> Tensor:
         """See `Buffers`."""
         return self.tables[self.devices[layer_idx]]
 
-    def place_from(self, first: int) -> None:
+    def prepare(self, first: int) -> None:
         """Places every layer from `first` on whose chunks are all on its device, in as few launches as there are kinds.
 
         Layers with chunks in host memory follow one by one, when they are needed.
         """
+        batch = self.positions.shape[0]
+        for layer, (heads, dim, value_dim), device in zip(self.layers, self.sizes, self.devices, strict=True):
+            if not layer.is_initialized:
+                layer.allocate_for(batch, heads, dim, value_dim, self.length, self.dtype, device)
+        fill_tables(self.tables, self.layers, self.length)
+        self._spans = [(b, span, chunk) for b, plan in enumerate(self.plans) for span, chunk in plan.placed]
         homes = {chunk.homes for _, _, chunk in self._spans}
         here = [i for i in range(first, len(self.layers)) if all(home[i] == self.devices[i] for home in homes)]
         for _, run in groupby(here, key=lambda i: (i - here.index(i), *self._kind(i))):
@@ -205,11 +212,6 @@ class KernelBuffers(Buffers):
                 rotation.pairing,
                 self.angles(rotation, device),
             )
-
-    def write_all(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
-        """See `Buffers`."""
-        self.placed.add(layer_idx)
-        super().write_all(layer_idx, keys, values)
 
     def write(self, layer_idx: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """See `Buffers`."""

@@ -163,8 +163,7 @@ class GraphPass:
         """How many rows to compute so that prompts of about this length share graphs (a few percent more)."""
         if rows > self.graphs.widest:
             return rows
-        step = 1 if rows <= 16 else 32
-        return -(-rows // step) * step
+        return rows if rows <= 16 else -(-rows // 16) * 16
 
     def enter(self, rows: Tensor) -> None:
         """From here on `rows [B, S]` are computed."""

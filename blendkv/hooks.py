@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +21,7 @@ from blendkv import _compat, attention
 from blendkv.blend import Blend, ModelFacts, kernels_unusable, take_rows
 from blendkv.cache import BlendedCache, BlendedLayer
 from blendkv.decoding import Step
-from blendkv.errors import CacheStateError, NotAttachedError, UnsupportedModelError
+from blendkv.errors import NotAttachedError, UnsupportedModelError
 from blendkv.graphs import GraphPass, LayerGraphs, devices_of
 from blendkv.weights import Fingerprints
 
@@ -98,16 +97,15 @@ class Attachment:
         return self.__dict__ | {"graphs": None}
 
     def open_graphs(self) -> GraphPass | None:
-        """CUDA graphs of the layers, if this model, as it is now, can use them."""
+        """CUDA graphs of the layers, if this model can use them; `facts` or `unchanged` was asked just before."""
         if not self.proven or self.learnt is None or os.environ.get("BLENDKV_GRAPHS", "") == "off":
             return None
         if not all(isinstance(layer.__dict__.get("forward"), LayerForward) for layer in self.layers):
             return None
-        if self.graphs is None or not self.fingerprints.unchanged():
+        if self.graphs is None:
             devices = devices_of(self.layers)
             if kernels_unusable(self.learnt, devices) is not None:
                 return None
-            self.fingerprints.now()
             shape = self.learnt.shape
             row_flops = None if shape is None else sum(la.row_flops for la in shape.layers) / len(shape.layers)
             self.graphs = LayerGraphs(devices, self.layers, row_flops)
@@ -131,9 +129,10 @@ class Attachment:
             raise NotAttachedError("call blendkv.attach(model) first")
         if self.dtype != next(self.model.parameters()).dtype:
             raise NotAttachedError("the model's dtype was changed after attach: call blendkv.attach(model) again")
-        if not self.fingerprints.unchanged():
+        watch, fingerprint = self.fingerprints.watch, self.fingerprints.now()
+        if watch is not self.fingerprints.watch:  # graphs hold addresses of weights
             self.graphs = None
-        return replace(self.learnt, fingerprint=self.fingerprints.now())
+        return replace(self.learnt, fingerprint=fingerprint)
 
 
 class LayerForward:
@@ -298,7 +297,6 @@ def _before_decoder(state: Attachment, decoder: nn.Module, args: tuple, kwargs: 
     blend = Blend(cache, state.facts, ids, position_ids.expand(ids.shape), visible)
     blend.collects = _collects(state, named)
     blend.reads_all = cache.logits_to_keep is None or blend.collects
-    _warn_if_nothing_found(blend)
     cache.layers = [BlendedLayer(cache.reserve) for _ in state.layers]
     if visible is None and not blend.collects:
         blend.graphs = state.open_graphs()
@@ -318,7 +316,7 @@ def _begin_step(state: Attachment, cache: BlendedCache, ids: Tensor, mask: Tenso
     fits = ids.is_cuda and ids.shape == (len(cache.blended[0].keys), 1)
     if collects or not fits or (mask is not None and not bool(mask.all())):
         return
-    graphs = state.open_graphs()
+    graphs = state.open_graphs() if state.fingerprints.unchanged() else None
     if graphs is not None:
         cache.work = Step(cache, graphs, len(ids))
         cache.work.begin()
@@ -351,35 +349,20 @@ def _checked_ids(state: Attachment, cache: BlendedCache, ids: Tensor | None, mas
     return ids
 
 
-def _warn_if_nothing_found(blend: Blend) -> None:
-    if not blend.uses or any(use.found for use in blend.uses):
-        return
-    longest_row = max((sum(map(len, row)) for row in blend.cache.chunks), default=0)
-    if longest_row > blend.length:
-        raise CacheStateError(
-            f"none of the chunks ({longest_row} tokens) is in the {blend.length} input_ids: a BlendedCache wants the "
-            "ids of the whole prompt, chunks included, not only the new ones"
-        )
-    warnings.warn(
-        "no chunk was found in the prompt, so everything is computed: build the prompt from the chunks' own ids "
-        "(ChunkLibrary does), or compare tokenisers",
-        stacklevel=2,
-    )
-    blend.report.notes.append("no chunk was found in the prompt: plain prefill")
-
-
 def _before_layer(layer_idx: int, layer: nn.Module, args: tuple, kwargs: dict[str, Any]):
     """Gives a layer the rows that are computed in it."""
     cache = _compat.cache_in(args, kwargs)
     if not isinstance(cache, BlendedCache) or cache.work is None:
         return None
     blend = cache.work
-    kwargs = _compat.bind_arguments(layer.forward, args, kwargs)
-    hidden, mask = kwargs.pop("hidden_states"), kwargs.get("attention_mask")
+    kwargs = dict(kwargs) if len(args) == 1 else _compat.bind_arguments(layer.forward, args, kwargs)
+    hidden, mask = args[0] if len(args) == 1 else kwargs.pop("hidden_states"), kwargs.get("attention_mask")
     if isinstance(blend, Step):
         if isinstance(mask, attention.LazyMask):
             kwargs["attention_mask"] = blend.row_mask(mask, layer_idx) or mask.dense()
         return (hidden,), kwargs
+    if layer_idx == blend.first_narrowed:
+        blend.prepare()
     narrowed = _narrow(blend, kwargs)
     if blend.wants_selection(layer_idx):
         with cache.report.clock.stage("select", hidden.device):

@@ -99,18 +99,18 @@ class WeightsWatch:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._tensors, self._folders, self._adapters = [], [], []
+        self._tensors, self._frozen, self._children, self._sizes, self._adapters = [], [], [], [], []
         for module in model.modules():
             for held in (module._parameters, module._buffers, module._modules):
-                if held:
-                    self._folders.append((held, len(held)))
+                self._sizes.append((held, len(held)))
             for held in (module._parameters, module._buffers):
                 for name, tensor in held.items():
                     if tensor is not None:
-                        ref = weakref.ref(tensor)
-                        self._tensors.append((held, name, ref, _address(tensor), _version(tensor)))
+                        entry = held, name, weakref.ref(tensor), _address(tensor), _version(tensor)
+                        (self._frozen if tensor.is_inference() else self._tensors).append(entry)
             for name, child in module._modules.items():
-                self._folders.append((module._modules, name, weakref.ref(child) if child is not None else None))
+                if child is not None:
+                    self._children.append((module._modules, name, weakref.ref(child)))
             if _is_adapter(module):
                 self._adapters.append(module)
         self._adapter_state = [_state_of(module) for module in self._adapters]
@@ -119,14 +119,12 @@ class WeightsWatch:
         """True if everything is as it was."""
         for held, name, ref, address, version in self._tensors:
             tensor = held.get(name)
-            if tensor is not ref() or _address(tensor) != address or _version(tensor) != version:
+            if tensor is None or tensor is not ref() or tensor._version != version or _address(tensor) != address:
                 return False
-        for held, *entry in self._folders:
-            if len(entry) == 1:
-                if len(held) != entry[0]:
-                    return False
-            elif held.get(entry[0]) is not (entry[1]() if entry[1] is not None else None):
-                return False
+        same = all(held.get(name) is ref() for held, name, ref in self._children)
+        same = same and all(held.get(name) is ref() for held, name, ref, *_ in self._frozen)
+        if not same or not all(len(held) == size for held, size in self._sizes):
+            return False
         return self._adapter_state == [_state_of(module) for module in self._adapters]
 
 
@@ -150,14 +148,14 @@ class Fingerprints:
 
     model: nn.Module
     _known: dict = field(default_factory=dict, repr=False)
-    _watch: WeightsWatch | None = field(default=None, repr=False)
+    watch: WeightsWatch | None = field(default=None, repr=False)
     _latest: str = ""
 
     def now(self) -> str:
         """`model_fingerprint` of the weights as they are."""
         if self.unchanged():
             return self._latest
-        self._watch, version = WeightsWatch(self.model), WeightsVersion.of(self.model)
+        self.watch, version = WeightsWatch(self.model), WeightsVersion.of(self.model)
         if version not in self._known:
             if len(self._known) >= 16:  # an adapter that is switched to and fro is looked up, not read again
                 self._known.clear()
@@ -167,16 +165,16 @@ class Fingerprints:
 
     def unchanged(self) -> bool:
         """Whether nothing was replaced or written to since `now` was last asked."""
-        return self._watch is not None and self._watch.unchanged()
+        return self.watch is not None and self.watch.unchanged()
 
     def forget(self) -> None:
         """Has everything read again, for writes that torch does not count."""
         self._known.clear()
-        self._watch = None
+        self.watch = None
 
     def __getstate__(self) -> dict:
         """The model alone."""
-        return {"model": self.model, "_known": {}, "_watch": None, "_latest": ""}
+        return {"model": self.model, "_known": {}, "watch": None, "_latest": ""}
 
 
 def _is_adapter(module: nn.Module) -> bool:

@@ -39,9 +39,9 @@ def _keys(
     for first in tl.range(start, stop, BLOCK_N):
         k = keys.load([first, 0])  # beyond what is filled: zeros
         v = values.load([first, 0])
-        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if SOFTCAP:
-            score = softcap * (1.0 - 2.0 / (tl.exp2(score) + 1.0))  # tanh, both constants folded into scale and softcap
+            score = softcap * (1.0 - 2.0 / (tl.exp2(score * scale) + 1.0))  # tanh, in units of base 2
         if MASKED:
             key = first + tl.arange(0, BLOCK_N)
             seen = key[None, :] <= row[:, None]
@@ -50,9 +50,10 @@ def _keys(
             if PAD:
                 seen = seen & (tl.load(pad_base + key, mask=key < filled, other=0) != 0)[None, :]
             score = tl.where(seen, score, -float("inf"))
-        new_top = tl.maximum(top, tl.max(score, 1))
+        unit = 1.0 if SOFTCAP else scale
+        new_top = tl.maximum(top, tl.max(score, 1) * unit)
         anchor = tl.where(new_top == -float("inf"), 0.0, new_top) if MASKED else new_top
-        weight = tl.exp2(score - anchor[:, None])
+        weight = tl.exp2(score * unit - anchor[:, None])
         shrink = tl.exp2(top - anchor)
         total = total * shrink + tl.sum(weight, 1)
         acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
@@ -212,6 +213,7 @@ def scattered_attention(
     """
     b, q, s, d = query.shape
     groups = q // heads
+    rows = rows.contiguous()
     tiling = tiling or choose_tiling(s * groups, b * heads, max(d, value_dim), query.dtype, query.device)
     out = query.new_empty(b, s, q, value_dim)
     if tiling.splits > 1:
@@ -257,10 +259,10 @@ def choose_tiling(lines: int, heads: int, dim: int, dtype: torch.dtype, device: 
     processors, memory = _card(device)
     wide = dim * dtype.itemsize  # bytes of a key: 256 for 128 dims of bf16
     if lines <= 16:
-        block_n = max(16, min(128, 2**14 // wide))
+        block_n = max(16, min(128, 2**14 // triton.next_power_of_2(wide)))
         tiling = Tiling(16, block_n, 4, 2)
     elif wide > 512:
-        tiling = Tiling(32, 32, 4, 2)
+        tiling = Tiling(32, 32, 4, 2) if memory >= 160 * 1024 else Tiling(16, 16, 4, 2)
     elif wide > 256:
         tiling = Tiling(64, 32, 4, 2)
     elif memory >= 227 * 1024 and triton.cdiv(lines, 128) * heads >= 1.5 * processors:
