@@ -29,6 +29,7 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, folder, GGU
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
 Dtype = Annotated[str, typer.Option(help="Of the weights: float32, bfloat16, float16, or auto.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ..., or auto to spread the model.")]
+Files = Annotated[list[Path], typer.Argument(help="JSON files that `bench ttft --out` wrote.")]
 Ratios = Annotated[str, typer.Option("--ratio", help="Share of chunk tokens recomputed; several as 0.05,0.15.")]
 SelectorName = Annotated[str, typer.Option("--selector", help="Which tokens are recomputed.")]
 
@@ -182,6 +183,7 @@ def ttft(
     dtype: Dtype = "float32",
     device: Device = "cpu",
     out: Annotated[Path | None, typer.Option(help="JSON file that each row is merged into when measured.")] = None,
+    memory: Annotated[bool, typer.Option("--memory", help="Print the peak beside what it may be, by parts.")] = False,
     as_json: Json = False,
 ) -> None:
     """Time to the first token of an unmodified generate, warm, cache made inside the clock."""
@@ -223,32 +225,89 @@ def ttft(
         print_json({"model": model, "shape": shape, "dtype": dtype, "repeats": repeats, "rows": rows})
         return
     _print_ttft(rows)
+    if memory:
+        _print_memory(rows)
 
 
 def _print_ttft(rows: list[dict[str, Any]]) -> None:
-    def number(value: float | None, form: str, unit: str = "") -> str:
-        return "" if value is None else f"{value:{form}}{unit}"
-
     print_table(
         ["method", "ratio", "tokens", "TTFT", "speed-up", "FLOP limit", "of limit", "charged", "peak", "decode"],
         [
             [
                 row["method"] if row["selector"] is None else f"{row['method']} {row['selector']}",
-                number(row["ratio"], "g"),
-                number(row["tokens"], ","),
-                number(row["ttft_s"], ".4f", " s"),
-                number(row["speedup"], ".2f", "x"),
-                number(row["flop_limit"], ".2f", "x"),
-                number(row["achieved_of_limit"], ".0%"),
-                number(row["charged_budget"], ".3f"),
-                number(row["peak_bytes"] / 2**20, ",.0f", " MiB"),
-                number(row["decode_tokens_per_s"], ".1f", "/s"),
+                _number(row["ratio"], "g"),
+                _number(row["tokens"], ","),
+                _number(row["ttft_s"], ".4f", " s"),
+                _number(row["speedup"], ".2f", "x"),
+                _number(row["flop_limit"], ".2f", "x"),
+                _number(row["achieved_of_limit"], ".0%"),
+                _number(row["charged_budget"], ".3f"),
+                _number(row["peak_bytes"] / 2**20, ",.0f", " MiB"),
+                _number(row["decode_tokens_per_s"], ".1f", "/s"),
             ]
             for row in rows
         ],
         f"{rows[0]['shape']}, {rows[0]['dtype']}, {rows[0]['question_tokens']} question tokens, batch "
         f"{rows[0]['batch']}, chunks in {rows[0]['pool']} memory, on {rows[0]['device']}",
     )
+
+
+def _print_memory(rows: list[dict[str, Any]]) -> None:
+    def mib(value: int | None) -> str:
+        return "" if value is None else f"{value / 2**20:,.1f}"
+
+    typer.echo("")
+    print_table(
+        ["method", "ratio", "tokens", "peak", "may be", "of that", "placed", "selected rows", "full rows", "pool"],
+        [
+            [
+                row["method"] if row["selector"] is None else f"{row['method']} {row['selector']}",
+                _number(row["ratio"], "g"),
+                _number(row["tokens"], ","),
+                mib(row["peak_bytes"]),
+                mib(row["expected_peak_bytes"]),
+                _number(row["expected_peak_bytes"] and row["peak_bytes"] / row["expected_peak_bytes"], ".0%"),
+                *(mib((row["expected_parts"] or {}).get(part)) for part in ("placed", "selected_rows", "full_rows")),
+                mib(row["pool_bytes"]),
+            ]
+            for row in rows
+        ],
+        "Peak memory of the first token in MiB, beyond weights and pool",
+    )
+
+
+@bench.command()
+def table(
+    files: Files,
+    into: Annotated[
+        Path | None, typer.Option(help="Page to bring up to date: tables between <!-- table: FILE --> markers.")
+    ] = None,
+) -> None:
+    """Print the rows that `bench ttft --out` kept as Markdown tables."""
+    with work(False):
+        from blendkv.bench.results import read_rows
+        from blendkv.bench.table import markdown, page_with
+
+        if into is None:
+            typer.echo(markdown([row for file in files for row in read_rows(file)]), nl=False)
+            return
+        page = into.read_text(encoding="utf-8")
+        for file in files:
+            page = page_with(page, file)
+        into.write_text(page, encoding="utf-8")
+
+
+@bench.command()
+def plot(
+    files: Files,
+    out: Annotated[Path, typer.Option(help="Figure to write: .svg, .png, ...")],
+) -> None:
+    """Draw speed-up over context length with FLOP limits dashed (needs matplotlib)."""
+    with work(False):
+        from blendkv.bench.plot import plot as draw
+        from blendkv.bench.results import read_rows
+
+        draw([row for file in files for row in read_rows(file)], out)
 
 
 @bench.command()
@@ -342,6 +401,11 @@ def _load(model: str, dtype: str = "float32", device: str = "cpu", attn: str | N
     return load_model(model, dtype=dtype, device=device, attn_implementation=attn)
 
 
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    """A figure, or nothing where there is none."""
+    return "" if value is None else f"{value:{form}}{unit}"
+
+
 def _ratios(text: str) -> list[float]:
     """The numbers in a list such as `0,0.15`."""
     try:
@@ -351,7 +415,7 @@ def _ratios(text: str) -> list[float]:
     for ratio in ratios:
         if not 0.0 <= ratio <= 1.0:
             raise typer.BadParameter(f"{ratio:g} is outside [0, 1]", param_hint="--ratio")
-    return ratios
+    return list(dict.fromkeys(ratios))
 
 
 def _lengths(text: str) -> list[int]:
@@ -365,7 +429,7 @@ def _lengths(text: str) -> list[int]:
     for length in lengths:
         if length < 1:
             raise typer.BadParameter(f"{length} is not a number of tokens: at least 1", param_hint="--tokens")
-    return lengths
+    return list(dict.fromkeys(lengths))
 
 
 def _names(option: str, text: str, choices: Any) -> list[str]:

@@ -12,7 +12,7 @@ _ORDER = """
 _version _paths errors _compat flops report chunk rope prompt selectors.base selectors.static selectors.deviation
 selectors stores.pool stores attention cache plan blend hooks learning proof attaching layout prefilling library models
 testing passages bench bench.measure bench.tasks bench.methods bench.shapes bench.prompts bench.gates bench.decode
-bench.results bench.ttft bench.quality verify demo _console cli
+bench.memory bench.results bench.ttft bench.table bench.plot bench.quality verify demo _console cli
 """
 ORDER = _ORDER.split()
 

@@ -80,7 +80,8 @@ def device_name(device: torch.device) -> str:
     """The card's name, or the processor's with the number of threads that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_processor()}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{_processor()}, {threads} thread{'s' * (threads > 1)}"
 
 
 def versions() -> dict[str, str]:

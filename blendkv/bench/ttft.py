@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 from transformers import PreTrainedModel
@@ -15,13 +15,15 @@ from blendkv.attaching import attachment_of
 from blendkv.bench.decode import decode_rate
 from blendkv.bench.gates import require_exact, require_exact_states
 from blendkv.bench.measure import PeakMemory, median, time_to_first_token
+from blendkv.bench.memory import RESERVE, Peak, expected_peak
 from blendkv.bench.methods import METHODS, Answerer, Blend, Case, Full, Method, make_methods
 from blendkv.bench.prompts import check_pool, pool_name, random_case
 from blendkv.bench.results import Row, device_name, versions
 from blendkv.selectors import HKVD, Selector
 
-STATES_GATE_TOKENS = 2048
-"""Exact keys and values are blended at the shortest prompt from here on, or at the longest if none is that long."""
+STATES_GATE_TOKENS = 2048, 8192
+"""Exact keys and values are blended at the shortest length from the first on, or at the longest if none is that long,
+and at no more than the second: there they are held three times over."""
 DECODE_REPEATS = 3
 
 
@@ -92,7 +94,8 @@ def ttft_rows(
         return random_case(model, length, chunk_tokens, question_tokens, seed, batch=batch, pool=pool)
 
     for length in lengths:
-        bench.check(case_of(length), states=length == _states_length(lengths))
+        bench.check(case_of(length))
+    bench.check_states(case_of(_states_length(lengths)))
     rows = []
     for run in range(runs):
         for length in lengths:
@@ -103,7 +106,8 @@ def ttft_rows(
 
 
 def _states_length(lengths: Sequence[int]) -> int:
-    return min((n for n in lengths if n >= STATES_GATE_TOKENS), default=max(lengths))
+    least, most = STATES_GATE_TOKENS
+    return min(min((n for n in lengths if n >= least), default=max(lengths)), most)
 
 
 @dataclass
@@ -130,14 +134,16 @@ class _Bench:
         if self.progress:
             print(line, file=sys.stderr, flush=True)
 
-    def check(self, case: Case, states: bool) -> None:
-        """The gates."""
+    def check(self, case: Case) -> None:
+        """The gate of every length."""
         selectors = {id(m.selector): m.selector for m in self.wanted if type(m) is Blend and m.selector.ratio is None}
         error = require_exact(case, list(selectors.values()) or [HKVD()])
         self.say(f"{case.tokens:,} tokens: ratio 1 equals full recompute (off by {error:.2g})")
-        if states:
-            error = require_exact_states(case)
-            self.say(f"{case.tokens:,} tokens: exact keys and values stay exact (off by {error:.2g})")
+
+    def check_states(self, case: Case) -> None:
+        """The gate of the narrowed layers."""
+        error = require_exact_states(case)
+        self.say(f"{case.tokens:,} tokens: exact keys and values stay exact (off by {error:.2g})")
 
     def measure(self, case: Case) -> Iterator[Row]:
         """Rows of the methods wanted, each as soon as it is complete."""
@@ -159,7 +165,7 @@ class _Bench:
             if method not in self.wanted:
                 continue
             row = self._row(case, method, mine, baseline, answer.report)
-            yield row | {"peak_bytes": peak.bytes, "one_token_s": one_token_s} | _against_floor(row, one_token_s)
+            yield row | _against_floor(row, one_token_s) | {"peak_bytes": peak.bytes} | _expected(case, method)
             self.say(_line(row))
 
     def _decode(self, case: Case, methods: list[Method], runs: dict[int, Answerer], measured: dict) -> None:
@@ -223,7 +229,36 @@ def _against_floor(row: Row, one_token_s: float) -> Row:
     """How near the time is to what it could be: that of the FLOP limit, but not less than one token takes."""
     limit = row["flop_limit"]
     floor = max(row["full_ttft_s"] / limit, one_token_s) if limit else None
-    return {"floor_s": floor, "achieved_of_floor": floor / row["ttft_s"] if floor else None}
+    achieved = floor / row["ttft_s"] if floor else None
+    return {"one_token_s": one_token_s, "floor_s": floor, "achieved_of_floor": achieved}
+
+
+def _expected(case: Case, method: Method) -> Row:
+    """What the peak is held against (`memory`), for full recompute and blends."""
+    try:
+        peak = _peak(case, method)
+    except ValueError:  # a mixture of experts
+        peak = None
+    return {"expected_peak_bytes": peak.total if peak else None, "expected_parts": asdict(peak) if peak else None}
+
+
+def _peak(case: Case, method: Method) -> Peak | None:
+    blend = method if isinstance(method, Blend) else None
+    if blend is None and not isinstance(method, Full):
+        return None
+    ratio = blend.kept if blend else 0.0
+    static = blend is not None and ratio < 1 and (blend.selector.needs == "spans" or not ratio)
+    peak = expected_peak(
+        case.model.config,
+        tokens=case.tokens,
+        question_tokens=len(case.question),
+        ratio=ratio,
+        itemsize=case.chunks[0].dtype.itemsize,
+        batch=case.batch,
+        full_layer=not static,
+        reserve=RESERVE if blend else 0,
+    )
+    return peak if blend else replace(peak, selected_rows=0)
 
 
 def _line(row: Row) -> str:

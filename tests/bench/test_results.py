@@ -62,5 +62,5 @@ def test_a_file_that_is_not_ours(tmp_path, text, why):
 
 
 def test_a_processor_has_a_name():
-    assert device_name(torch.device("cpu")).endswith(" threads")
+    assert device_name(torch.device("cpu")).rpartition(" ")[2] in ("thread", "threads")
     assert set(versions()) == {"blendkv", "torch", "transformers"}

@@ -9,7 +9,7 @@ from blendkv.bench.gates import require_exact, require_exact_states
 from blendkv.bench.methods import METHODS, Blend, Case, Full, Prefix, Reuse, make_methods
 from blendkv.bench.prompts import pool_name, random_case
 from blendkv.bench.results import device_name, identity
-from blendkv.bench.ttft import ttft_rows
+from blendkv.bench.ttft import _states_length, ttft_rows
 from blendkv.errors import BlendError
 from blendkv.rope import Rotation
 
@@ -152,7 +152,7 @@ def test_lengths_selectors_and_runs_each_have_their_rows(attached, capsys):
         chunk_tokens=32,
         question_tokens=8,
         methods=["blend"],
-        selectors=["hkvd", "boundary", "all"],
+        selectors=["boundary", "all"],
         ratios=(0.1, 0.5),
         repeats=1,
         runs=2,
@@ -161,7 +161,7 @@ def test_lengths_selectors_and_runs_each_have_their_rows(attached, capsys):
         on_row=lambda row: seen.append(len(seen)),
         progress=True,
     )
-    blends = [("hkvd", 0.1), ("hkvd", 0.5), ("boundary", 0.1), ("boundary", 0.5), ("all", 1.0)]
+    blends = [("boundary", 0.1), ("boundary", 0.5), ("all", 1.0)]  # which has a ratio of its own
     told = [(row["run"], row["tokens"], row["selector"], row["ratio"]) for row in rows]
     assert told == [(run, n, *blend) for run in (0, 1) for n in (64, 96) for blend in blends]
     assert len(seen) == len(rows)
@@ -169,7 +169,14 @@ def test_lengths_selectors_and_runs_each_have_their_rows(attached, capsys):
     said = capsys.readouterr().err
     assert said.count("ratio 1 equals full recompute") == 2
     assert said.count("exact keys and values stay exact") == 1
-    assert said.index("96 tokens: exact") < said.index("64 tokens: blend hkvd 0.1")
+    assert said.index("96 tokens: exact") < said.index("64 tokens: blend boundary 0.1")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "gate"), [([512, 1024], 1024), ([1024, 4096, 2048], 2048), ([32768, 16384], 8192), ([100], 100)]
+)
+def test_the_length_at_which_exact_states_are_blended(lengths, gate):
+    assert _states_length(lengths) == gate
 
 
 def test_chunks_lie_where_they_are_wanted(attached):
