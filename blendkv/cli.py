@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,6 +29,7 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, folder, GGU
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
 Dtype = Annotated[str, typer.Option(help="Of the weights: float32, bfloat16, float16, or auto.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ..., or auto to spread the model.")]
+Files = Annotated[list[Path], typer.Argument(help="JSON files that `bench ttft --out` wrote.")]
 Ratios = Annotated[str, typer.Option("--ratio", help="Share of chunk tokens recomputed; several as 0.05,0.15.")]
 SelectorName = Annotated[str, typer.Option("--selector", help="Which tokens are recomputed.")]
 
@@ -160,61 +162,152 @@ def verify(
 
 @bench.command()
 def ttft(
-    model: Model,
-    tokens: Annotated[int, typer.Option(min=1, help="Context tokens, all in chunks.")] = 4096,
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="Hub id, folder, GGUF file, or `bundled`; or use --shape.")
+    ] = None,
+    shape: Annotated[str | None, typer.Option(help="Random weights of a known shape, such as llama-8b.")] = None,
+    tokens: Annotated[str, typer.Option(help="Context tokens, all in chunks; several as 2048,4096.")] = "4096",
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a chunk.")] = 256,
     question_tokens: Annotated[int, typer.Option(min=1, help="Tokens after the context.")] = 32,
     ratio: Ratios = "0.15",
     methods: Annotated[str, typer.Option(help="Of full, prefix, reuse, blend.")] = "full,prefix,reuse,blend",
+    selector: Annotated[
+        str, typer.Option("--selector", help="Which tokens are recomputed; several as hkvd,boundary.")
+    ] = "hkvd",
     repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each; the median counts.")] = 3,
-    selector: SelectorName = "hkvd",
+    full_repeats: Annotated[int | None, typer.Option(min=1, help="Of full recompute, if not as many.")] = None,
+    runs: Annotated[int, typer.Option(min=1, help="How often all of it is measured.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts answered at once; they share the chunks.")] = 1,
+    pool: Annotated[str, typer.Option(help="Where chunks lie: cuda, cpu, pinned; auto: where computed.")] = "auto",
     decode_tokens: Annotated[int, typer.Option(min=0, help="Tokens decoded after the first; 0 for none.")] = 64,
     dtype: Dtype = "float32",
     device: Device = "cpu",
+    out: Annotated[Path | None, typer.Option(help="JSON file that each row is merged into when measured.")] = None,
+    memory: Annotated[bool, typer.Option("--memory", help="Print the peak beside what it may be, by parts.")] = False,
     as_json: Json = False,
 ) -> None:
     """Time to the first token of an unmodified generate, warm, cache made inside the clock."""
-    ratios, names = _ratios(ratio), [name.strip() for name in methods.split(",") if name.strip()]
+    if (model is None) == (shape is None):
+        raise typer.BadParameter("give either MODEL or --shape NAME, one of the two", param_hint="MODEL")
+    ratios, lengths = _ratios(ratio), _lengths(tokens)
     with work(as_json):
         from blendkv.bench.methods import METHODS
+        from blendkv.bench.prompts import POOLS
+        from blendkv.bench.results import read_rows, write_rows
         from blendkv.bench.ttft import ttft_rows
+        from blendkv.selectors import selector_names
 
-        for name in names or [""]:
-            _one_of("--methods", name, METHODS)
-        chosen = _selector(selector)
+        names = _names("--methods", methods, METHODS)
+        _one_of("--pool", pool, POOLS)
+        chosen = [_selector(name) for name in _names("--selector", selector, selector_names())]
+        if out is not None and out.exists():
+            read_rows(out)  # before hours of work, not after
+        loaded = _load(model, dtype, device)[0] if model is not None else _shaped(str(shape), dtype, device)
         rows = ttft_rows(
-            _load(model, dtype, device)[0],
-            tokens=tokens,
+            loaded,
+            tokens=lengths,
             chunk_tokens=chunk_tokens,
             question_tokens=question_tokens,
             ratios=ratios,
             methods=names,
+            selectors=chosen,
             repeats=repeats,
-            selector=chosen,
+            full_repeats=full_repeats,
+            runs=runs,
+            batch=batch,
+            pool=pool,
             decode_tokens=decode_tokens,
+            shape=shape or model,
+            on_row=(lambda row: write_rows(out, [row])) if out is not None else (lambda row: None),
             progress=True,
         )
     if as_json:
-        print_json({"model": model, "dtype": dtype, "chunk_tokens": chunk_tokens, "repeats": repeats, "rows": rows})
+        print_json({"model": model, "shape": shape, "dtype": dtype, "repeats": repeats, "rows": rows})
         return
+    _print_ttft(rows)
+    if memory:
+        _print_memory(rows)
+
+
+def _print_ttft(rows: list[dict[str, Any]]) -> None:
     print_table(
-        ["method", "ratio", "TTFT", "speed-up", "FLOP limit", "of limit", "charged", "peak", "decode"],
+        ["method", "ratio", "tokens", "TTFT", "speed-up", "FLOP limit", "of limit", "charged", "peak", "decode"],
         [
             [
-                row["method"],
-                "" if row["ratio"] is None else f"{row['ratio']:g}",
-                f"{row['ttft_s']:.3f} s",
-                f"{row['speedup']:.2f}x",
-                f"{row['flop_limit']:.2f}x",
-                f"{row['achieved_of_limit']:.0%}",
-                f"{row['charged_budget']:.3f}",
-                f"{row['peak_bytes'] / 2**20:.0f} MiB",
-                "" if row["decode_tokens_per_s"] is None else f"{row['decode_tokens_per_s']:.1f}/s",
+                row["method"] if row["selector"] is None else f"{row['method']} {row['selector']}",
+                _number(row["ratio"], "g"),
+                _number(row["tokens"], ","),
+                _number(row["ttft_s"], ".4f", " s"),
+                _number(row["speedup"], ".2f", "x"),
+                _number(row["flop_limit"], ".2f", "x"),
+                _number(row["achieved_of_limit"], ".0%"),
+                _number(row["charged_budget"], ".3f"),
+                _number(row["peak_bytes"] / 2**20, ",.0f", " MiB"),
+                _number(row["decode_tokens_per_s"], ".1f", "/s"),
             ]
             for row in rows
         ],
-        f"{model}: {tokens:,} + {question_tokens} tokens on {rows[0]['device_name'] or rows[0]['device']}",
+        f"{rows[0]['shape']}, {rows[0]['dtype']}, {rows[0]['question_tokens']} question tokens, batch "
+        f"{rows[0]['batch']}, chunks in {rows[0]['pool']} memory, on {rows[0]['device']}",
     )
+
+
+def _print_memory(rows: list[dict[str, Any]]) -> None:
+    def mib(value: int | None) -> str:
+        return "" if value is None else f"{value / 2**20:,.1f}"
+
+    typer.echo("")
+    print_table(
+        ["method", "ratio", "tokens", "peak", "may be", "of that", "placed", "selected rows", "full rows", "pool"],
+        [
+            [
+                row["method"] if row["selector"] is None else f"{row['method']} {row['selector']}",
+                _number(row["ratio"], "g"),
+                _number(row["tokens"], ","),
+                mib(row["peak_bytes"]),
+                mib(row["expected_peak_bytes"]),
+                _number(row["expected_peak_bytes"] and row["peak_bytes"] / row["expected_peak_bytes"], ".0%"),
+                *(mib((row["expected_parts"] or {}).get(part)) for part in ("placed", "selected_rows", "full_rows")),
+                mib(row["pool_bytes"]),
+            ]
+            for row in rows
+        ],
+        "Peak memory of the first token in MiB, beyond weights and pool",
+    )
+
+
+@bench.command()
+def table(
+    files: Files,
+    into: Annotated[
+        Path | None, typer.Option(help="Page to bring up to date: tables between <!-- table: FILE --> markers.")
+    ] = None,
+) -> None:
+    """Print the rows that `bench ttft --out` kept as Markdown tables."""
+    with work(False):
+        from blendkv.bench.results import read_rows
+        from blendkv.bench.table import markdown, page_with
+
+        if into is None:
+            typer.echo(markdown([row for file in files for row in read_rows(file)]), nl=False)
+            return
+        page = into.read_text(encoding="utf-8")
+        for file in files:
+            page = page_with(page, file)
+        into.write_text(page, encoding="utf-8")
+
+
+@bench.command()
+def plot(
+    files: Files,
+    out: Annotated[Path, typer.Option(help="Figure to write: .svg, .png, ...")],
+) -> None:
+    """Draw speed-up over context length with FLOP limits dashed (needs matplotlib)."""
+    with work(False):
+        from blendkv.bench.plot import plot as draw
+        from blendkv.bench.results import read_rows
+
+        draw([row for file in files for row in read_rows(file)], out)
 
 
 @bench.command()
@@ -269,11 +362,48 @@ def quality(
 # -- what commands are given ------------------------------------------------------------------------------------------
 
 
+def _shaped(shape: str, dtype: str, device: str) -> Any:
+    """A model of a known shape."""
+    from blendkv.bench.shapes import SHAPES, shape_model
+
+    _one_of("--shape", shape, SHAPES)
+    if dtype == "auto" or device == "auto":
+        raise typer.BadParameter("a shape has no dtype or device of its own: name them", param_hint="--dtype, --device")
+    _one_of("--dtype", dtype, DTYPES)
+    _check_device(device)
+    import torch
+
+    return shape_model(shape, dtype=getattr(torch, dtype), device=device)
+
+
+def _check_device(device: str) -> None:
+    """Refuses a device that torch does not know or see."""
+    import torch
+
+    if device == "auto":
+        return
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:
+        raise typer.BadParameter(f"{device!r} is not a device: cpu, cuda, cuda:1, ...", param_hint="--device") from None
+    if wanted.type == "cuda" and (wanted.index or 0) >= torch.cuda.device_count():
+        raise typer.BadParameter(
+            f"{device!r}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices here",
+            param_hint="--device",
+        )
+
+
 def _load(model: str, dtype: str = "float32", device: str = "cpu", attn: str | None = None) -> tuple[Any, Any]:
     _one_of("--dtype", dtype, DTYPES)
+    _check_device(device)
     from blendkv.models import load_model
 
     return load_model(model, dtype=dtype, device=device, attn_implementation=attn)
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    """A figure, or nothing where there is none."""
+    return "" if value is None else f"{value:{form}}{unit}"
 
 
 def _ratios(text: str) -> list[float]:
@@ -285,7 +415,29 @@ def _ratios(text: str) -> list[float]:
     for ratio in ratios:
         if not 0.0 <= ratio <= 1.0:
             raise typer.BadParameter(f"{ratio:g} is outside [0, 1]", param_hint="--ratio")
-    return ratios
+    return list(dict.fromkeys(ratios))
+
+
+def _lengths(text: str) -> list[int]:
+    """The numbers in a list such as `2048,4096`."""
+    try:
+        lengths = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} is not a list of numbers such as 2048,4096", param_hint="--tokens"
+        ) from None
+    for length in lengths:
+        if length < 1:
+            raise typer.BadParameter(f"{length} is not a number of tokens: at least 1", param_hint="--tokens")
+    return list(dict.fromkeys(lengths))
+
+
+def _names(option: str, text: str, choices: Any) -> list[str]:
+    """The names in a list such as `full,blend`, each once."""
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    for name in names or [""]:
+        _one_of(option, name, choices)
+    return names
 
 
 def _selector(name: str, source: Any = "k") -> Selector:

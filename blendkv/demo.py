@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from blendkv import _compat
+from blendkv.bench.decode import TokenClock
 from blendkv.bench.measure import kl_divergence, median
 from blendkv.bench.methods import forward
-from blendkv.bench.ttft import TokenClock
 from blendkv.library import ChunkLibrary
 from blendkv.passages import Question, pick_passages, read_passages
 from blendkv.report import BlendReport

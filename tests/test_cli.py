@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 import blendkv
 from blendkv.attaching import attach
 from blendkv.attention import LazyMask
+from blendkv.bench.results import read_rows
+from blendkv.bench.table import markdown
 from blendkv.cli import main
 from blendkv.demo import Reply, Round, sentence
 from blendkv.passages import Passage, Question, pick_passages, read_passages
@@ -70,6 +72,16 @@ def test_version(run):
         ["bench", "ttft", "m", "--methods", ","],
         ["bench", "ttft", "m", "--selector", "magic"],
         ["bench", "ttft", "m", "--tokens", "0"],
+        ["bench", "ttft", "m", "--tokens", "64,-1"],
+        ["bench", "ttft", "m", "--tokens", "64,x"],
+        ["bench", "ttft", "m", "--selector", "hkvd,magic"],
+        ["bench", "ttft", "m", "--batch", "0"],
+        ["bench", "ttft", "m", "--runs", "0"],
+        ["bench", "ttft", "m", "--pool", "disk"],
+        ["bench", "ttft", "m", "--device", "gpu7"],
+        ["bench", "ttft"],
+        ["bench", "ttft", "m", "--shape", "tiny"],
+        ["bench", "ttft", "--shape", "tiny", "--dtype", "auto"],
         ["bench", "quality", "m", "--data", "f", "--source", "q"],
         ["bench", "quality", "m", "--data", "f", "--task", "magic"],
     ],
@@ -280,8 +292,44 @@ def test_bench_ttft_as_json_and_as_a_table(run, model):
     assert all(line.startswith(row["method"]) for line, row in zip(result.stdout.splitlines()[3:], rows, strict=True))
 
 
+def test_bench_ttft_of_a_shape_keeps_its_rows(run, tmp_path, monkeypatch):
+    out = tmp_path / "results.json"
+    arguments = ["bench", "ttft", "--shape", "tiny", "--chunk-tokens", 32, "--question-tokens", 8, "--repeats", 1]
+    arguments += ["--methods", "blend", "--selector", "hkvd,boundary", "--decode-tokens", 2, "--batch", 2, "--out", out]
+    result = run(*arguments, "--tokens", "64,96", "--runs", 2, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert len(only_json(result)["rows"]) == len(read_rows(out)) == 8
+    result = run(*arguments, "--tokens", "128", "--memory")
+    assert result.exit_code == 0, result.stderr
+    assert "selected rows" in result.stdout
+    assert "tiny, float32, 8 question tokens, batch 2, chunks in cpu memory" in result.stdout
+    assert len(read_rows(out)) == 10
+    result = run("bench", "table", out)
+    assert result.stdout == markdown(read_rows(out))
+    page = tmp_path / "page.md"
+    page.write_text(f"<!-- table: {out} -->\n<!-- end of table -->\n")
+    assert run("bench", "table", out, "--into", page).exit_code == 0
+    assert result.stdout in page.read_text()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = run("bench", "plot", out, "--out", tmp_path / "x.svg")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "pip install 'blendkv[bench]'" in result.stderr
+    out.write_text("[]")
+    result = run(*arguments, "--tokens", "64")
+    assert (result.exit_code, out.read_text()) == (1, "[]")
+
+
+def test_bench_ttft_names_the_shapes_it_knows_and_the_device_it_lacks(run):
+    result = run("bench", "ttft", "--shape", "gpt-5")
+    assert result.exit_code == 2
+    assert "llama-8b" in result.stderr
+    result = run("bench", "ttft", "--shape", "tiny", "--device", f"cuda:{torch.cuda.device_count()}")
+    assert result.exit_code == 2
+    assert f"sees {torch.cuda.device_count()} CUDA devices" in " ".join(result.stderr.replace("│", "").split())
+
+
 def test_bench_ttft_stops_where_ratio_1_is_wrong(run, model, monkeypatch):
-    monkeypatch.setattr("blendkv.bench.ttft.rms_ratio", lambda *args: float("nan"))
+    monkeypatch.setattr("blendkv.bench.gates.rms_ratio", lambda *args: float("nan"))
     result = run("bench", "ttft", "m", "--tokens", "32", "--repeats", "1", "--json")
     assert result.exit_code == 1
     assert result.stdout == ""

@@ -33,11 +33,13 @@ class Case:
         model: attached (`prefill` does it).
         chunks: the prompt's pieces in order, each computed alone; the first stands at position 0 and is exact there.
         question: ids after them, never stored.
+        batch: how many times the prompt is answered at once.
     """
 
     model: PreTrainedModel
     chunks: tuple[ChunkCache, ...]
     question: tuple[int, ...]
+    batch: int = 1
 
     @classmethod
     def of(
@@ -48,14 +50,14 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens that belong to pieces."""
+        """Prompt tokens that belong to pieces, of one row."""
         return sum(map(len, self.chunks))
 
     @property
     def ids(self) -> Tensor:
-        """`[1, T]` the whole prompt, on the model's device."""
+        """`[B, T]` the whole prompt, on the model's device."""
         parts = [*(chunk.ids for chunk in self.chunks), torch.tensor(self.question, dtype=torch.long)]
-        return torch.cat(parts)[None].to(next(self.model.parameters()).device)
+        return torch.cat(parts)[None].repeat(self.batch, 1).to(next(self.model.parameters()).device)
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Answer:
     """What a method said.
 
     Attributes:
-        tokens: `[N]` new token ids.
+        tokens: `[N]` new token ids; with a batch those of every row, one row after the other.
         logits: `[N, V]` raw logits of each, or empty if they were not asked for.
         report: of the blend, or None for methods that do not blend.
     """
@@ -136,9 +138,9 @@ class CacheAnswerer:
             **given,
             **options,
         )
-        logits = torch.cat(output.logits) if output_logits else ids.new_empty(0)
+        logits = torch.stack(output.logits, dim=1).flatten(0, 1) if output_logits else ids.new_empty(0)
         report = cache.report if isinstance(cache, BlendedCache) else None
-        return Answer(output.sequences[0, ids.shape[1] :], logits, report)
+        return Answer(output.sequences[:, ids.shape[1] :].flatten(), logits, report)
 
 
 class CacheMethod(ABC):
@@ -191,13 +193,13 @@ class Prefix(CacheMethod):
         config = case.model.config.get_text_config()
         stored = DynamicCache(config=config)
         with torch.no_grad():
-            forward(case.model, case.ids[:, : len(case.chunks[0])], stored)
+            forward(case.model, case.ids[:1, : len(case.chunks[0])], stored)
         states = states_of(stored)
 
         def make() -> Cache:
             cache = DynamicCache(config=config)
             for i, (keys, values) in enumerate(states):
-                cache.update(keys, values, i)
+                cache.update(keys.expand(case.batch, -1, -1, -1), values.expand(case.batch, -1, -1, -1), i)
             return cache
 
         return make
@@ -256,22 +258,29 @@ METHODS = ("full", "prefix", "reuse", "blend")
 
 
 def make_methods(
-    names: Sequence[str], ratios: Sequence[float] = (0.15,), selector: str | Selector = "hkvd"
+    names: Sequence[str],
+    ratios: Sequence[float] = (0.15,),
+    selectors: str | Selector | Sequence[str | Selector] = "hkvd",
 ) -> list[Method]:
-    """The methods of some names, in that order; "blend" once for each ratio.
+    """The methods of some names, in that order; "blend" once for each selector and ratio (unless it has its own).
 
     Raises:
         ValueError: for an unknown name or selector, or a ratio outside [0, 1].
     """
-    chosen = get_selector(selector)
+    given = [selectors] if isinstance(selectors, str | Selector) else selectors
+    chosen = [get_selector(selector) for selector in given]
     makers: dict[str, Callable[[], list[Method]]] = {
         "full": lambda: [Full()],
         "prefix": lambda: [Prefix()],
-        "reuse": lambda: [Reuse(selector=chosen)],
-        "blend": lambda: [Blend(ratio, chosen) for ratio in ratios],
+        "reuse": lambda: [Reuse()],
+        "blend": lambda: [
+            Blend(ratio, selector)
+            for selector in chosen
+            for ratio in (ratios if selector.ratio is None else [selector.ratio])
+        ],
     }
     for ratio in ratios:
-        BlendedCache((), ratio, chosen)  # refuses what is out of range
+        BlendedCache((), ratio)  # refuses what is out of range
     unknown = [name for name in names if name not in makers]
     if unknown or not names:
         raise ValueError(f"unknown method {', '.join(map(repr, unknown))}; choose among {', '.join(METHODS)}")

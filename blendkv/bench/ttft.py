@@ -2,183 +2,280 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
-from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from blendkv import flops
+from blendkv.attaching import attachment_of
+from blendkv.bench.decode import decode_rate
+from blendkv.bench.gates import require_exact, require_exact_states
 from blendkv.bench.measure import PeakMemory, median, time_to_first_token
+from blendkv.bench.memory import RESERVE, Peak, expected_peak
 from blendkv.bench.methods import METHODS, Answerer, Blend, Case, Full, Method, make_methods
-from blendkv.errors import BlendError
-from blendkv.learning import rms_ratio
-from blendkv.proof import BLEND_BOUND
-from blendkv.selectors import Selector
+from blendkv.bench.prompts import check_pool, pool_name, random_case
+from blendkv.bench.results import Row, device_name, versions
+from blendkv.selectors import HKVD, Selector
+
+STATES_GATE_TOKENS = 2048, 8192
+"""Exact keys and values are blended at the shortest length from the first on, or at the longest if none is that long,
+and at no more than the second: there they are held three times over."""
+DECODE_REPEATS = 3
 
 
 def ttft_rows(
     model: PreTrainedModel,
     *,
-    tokens: int = 4096,
+    tokens: int | Sequence[int] = 4096,
     chunk_tokens: int = 256,
     question_tokens: int = 32,
     ratios: Sequence[float] = (0.15,),
     methods: Sequence[str] = METHODS,
+    selectors: str | Selector | Sequence[str | Selector] = "hkvd",
     repeats: int = 3,
-    selector: str | Selector = "hkvd",
+    full_repeats: int | None = None,
+    runs: int = 1,
+    batch: int = 1,
+    pool: str = "auto",
     decode_tokens: int = 64,
     seed: int = 0,
+    shape: str | None = None,
+    on_row: Callable[[Row], object] = lambda row: None,
     progress: bool = False,
-) -> list[dict[str, Any]]:
-    """Measures methods on one prompt of random ids (content does not matter for speed).
+) -> list[Row]:
+    """Measures methods on prompts of random ids (content does not matter for speed).
 
-    Chunks are computed before the clock starts; a timed call makes its own cache from them and ends when `generate`
-    has returned the first token. Each method is timed warm: an untimed call, then its repeats one after another (a
-    system that reclaims idle memory would otherwise charge a quick method for the slow one before it).
+    First, for every length, a blend must be right (`gates`). Then chunks are computed before the clock starts; a timed
+    call makes its own cache from them and ends when `generate` has returned the first token. Each method is timed warm:
+    an untimed call, then its repeats one after another (a system that reclaims idle memory would otherwise charge a
+    quick method for the slow one before it).
 
     Args:
         model: a transformers decoder, on its device; no tokenizer is needed.
-        tokens: context tokens, all in chunks.
+        tokens: context tokens, all in chunks; several to measure one after another.
         chunk_tokens: tokens of a chunk (the last may be shorter).
         question_tokens: tokens after the context.
-        ratios: one row of "blend" each.
+        ratios: one row of "blend" each, for each selector.
         methods: names (`methods.METHODS`); full recompute is measured in any case, to compare with.
+        selectors: of "blend".
         repeats: timed calls of each method; medians are reported.
-        selector: of "blend".
+        full_repeats: timed calls of full recompute, if not as many.
+        runs: how often all of it is measured, so that two runs stand beside each other.
+        batch: prompts answered at once; they share the chunks.
+        pool: where the chunks lie (`prompts.POOLS`).
         decode_tokens: tokens decoded after the first, for "full" and "blend"; 0 leaves decoding out.
         seed: of the ids.
-        progress: whether to show a bar on stderr.
+        shape: what to call the model in the rows.
+        on_row: called with each row as soon as it is measured.
+        progress: whether to say on stderr what was measured.
 
     Returns:
-        One row a method and ratio, in the order asked for.
+        One row a run, length, method, selector and ratio, in the order measured.
 
     Raises:
-        BlendError: a blend at ratio 1 is not full prefill, so that no time would mean anything.
+        BlendError: a blend is not what it must be, so that no time would mean anything.
         ValueError: for an unknown name or a number out of range.
     """
-    if min(tokens, chunk_tokens, question_tokens, repeats) < 1 or decode_tokens < 0:
-        raise ValueError("tokens, chunk_tokens, question_tokens and repeats must be at least 1, decode_tokens 0")
-    wanted = make_methods(methods, ratios, selector)
-    baseline = next((method for method in wanted if isinstance(method, Full)), None) or Full()
-    measured: list[Method] = wanted if baseline in wanted else [baseline, *wanted]
-    case = random_case(model, tokens, chunk_tokens, question_tokens, seed, progress)
-    require_exact(case)
-    runs = {id(method): method.prepare(case) for method in measured}
-    decoders = [method for method in measured if isinstance(method, Full) or type(method) is Blend]
-    decoders = decoders if decode_tokens else []
-    device = next(model.parameters()).device
-    steps = len(measured) * (2 + repeats) + len(decoders) * repeats
-    with tqdm(total=steps, desc="bench ttft", unit="run", disable=not progress, leave=False) as bar:
-        reports, peaks, seconds, rates = {}, {}, _lists(measured), _lists(decoders)
-        for method in measured:
-            reports[id(method)] = runs[id(method)](1).report  # the warm-up
-            seconds[id(method)] = time_to_first_token(_first(runs[id(method)]), device, repeats=repeats, warmup=0)
-            bar.update(1 + repeats)
-        for method in measured:
-            with PeakMemory(device) as peak:
-                runs[id(method)](1)
-            peaks[id(method)] = peak.bytes
-            bar.update()
-        for _ in range(repeats):
-            for method in decoders:
-                rates[id(method)].append(decode_rate(runs[id(method)], decode_tokens))
-                bar.update()
-    shape = _shape(model)
-    full_s = median(seconds[id(baseline)])
+    lengths = [tokens] if isinstance(tokens, int) else list(tokens)
+    full_repeats = repeats if full_repeats is None else full_repeats
+    if min([*lengths, chunk_tokens, question_tokens, repeats, full_repeats, runs, batch], default=0) < 1 or not lengths:
+        raise ValueError("tokens, chunk_tokens, question_tokens, repeats, runs and batch must be at least 1")
+    if decode_tokens < 0:
+        raise ValueError("decode_tokens must be at least 0")
+    wanted = make_methods(methods, ratios, selectors)
+    check_pool(pool, next(model.parameters()).device)
+    bench = _Bench(wanted, repeats, full_repeats, decode_tokens, shape or model.config.model_type, progress)
+
+    def case_of(length: int) -> Case:
+        return random_case(model, length, chunk_tokens, question_tokens, seed, batch=batch, pool=pool)
+
+    for length in lengths:
+        bench.check(case_of(length))
+    bench.check_states(case_of(_states_length(lengths)))
     rows = []
-    for method in wanted:
-        key = id(method)
-        speedup = full_s / median(seconds[key])
-        limit = method.flop_limit(shape, case) if shape is not None else float("nan")
-        rows.append(
-            {
-                "method": method.name,
-                "ratio": method.ratio,
-                "selector": method.selector.name if type(method) is Blend else None,
-                "tokens": tokens,
-                "question_tokens": question_tokens,
-                "device": device.type,
-                "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-                "ttft_s": median(seconds[key]),
-                "speedup": speedup,
-                "flop_limit": limit,
-                "achieved_of_limit": speedup / limit,
-                "charged_budget": method.charged_budget(case, reports[key]),
-                "peak_bytes": peaks[key],
-                "decode_tokens_per_s": median(rates[key]) if rates.get(key) else None,
-                "all_ttft_s": seconds[key],
-                "stages_s": reports[key].seconds if reports[key] is not None else None,
-            }
-        )
+    for run in range(runs):
+        for length in lengths:
+            for row in bench.measure(case_of(length)):
+                rows.append(row | {"chunk_tokens": chunk_tokens, "run": run})
+                on_row(rows[-1])
     return rows
 
 
-def random_case(
-    model: PreTrainedModel, tokens: int, chunk_tokens: int, question_tokens: int, seed: int = 0, progress: bool = False
-) -> Case:
-    """A prompt of random ids cut into chunks, the question last."""
-    vocabulary = model.config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(vocabulary, (tokens + question_tokens,), generator=generator).tolist()
-    pieces = [ids[start : min(start + chunk_tokens, tokens)] for start in range(0, tokens, chunk_tokens)]
-    return Case.of(model, pieces, ids[tokens:], progress)
+def _states_length(lengths: Sequence[int]) -> int:
+    least, most = STATES_GATE_TOKENS
+    return min(min((n for n in lengths if n >= least), default=max(lengths)), most)
 
 
-def require_exact(case: Case) -> None:
-    """The gate before any time is reported: ratio 1 says what full recompute says.
+@dataclass
+class _Measured:
+    """What was measured of one method."""
 
-    Raises:
-        BlendError: with the figure.
-    """
-    full = Full().prepare(case)(1, output_logits=True)
-    blend = Blend(1.0).prepare(case)(1, output_logits=True)
-    error, bound = rms_ratio(blend.logits, full.logits), BLEND_BOUND[case.chunks[0].dtype]
-    if not (error <= bound and torch.equal(blend.tokens, full.tokens)):
-        raise BlendError(
-            f"a blend at ratio 1 is not full prefill here (first token {blend.tokens.tolist()} instead of "
-            f"{full.tokens.tolist()}, logits off by {error:.3g}, at most {bound:.3g} allowed): no time is reported; "
-            "run `blendkv verify` on this model"
-        )
+    seconds: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
 
 
-def decode_rate(run: Answerer, tokens: int) -> float:
-    """Tokens a second after the first one, over `tokens` more."""
-    clock = TokenClock()
-    run(1 + tokens, min_new_tokens=1 + tokens, streamer=clock)
-    first, last = clock.times[0], clock.times[-1]
-    return (len(clock.times) - 1) / (last - first)
+@dataclass
+class _Bench:
+    """Measures methods on one case after another."""
+
+    wanted: list[Method]
+    repeats: int
+    full_repeats: int
+    decode_tokens: int
+    shape: str
+    progress: bool
+
+    def say(self, line: str) -> None:
+        """A line of progress."""
+        if self.progress:
+            print(line, file=sys.stderr, flush=True)
+
+    def check(self, case: Case) -> None:
+        """The gate of every length."""
+        selectors = {id(m.selector): m.selector for m in self.wanted if type(m) is Blend and m.selector.ratio is None}
+        error = require_exact(case, list(selectors.values()) or [HKVD()])
+        self.say(f"{case.tokens:,} tokens: ratio 1 equals full recompute (off by {error:.2g})")
+
+    def check_states(self, case: Case) -> None:
+        """The gate of the narrowed layers."""
+        error = require_exact_states(case)
+        self.say(f"{case.tokens:,} tokens: exact keys and values stay exact (off by {error:.2g})")
+
+    def measure(self, case: Case) -> Iterator[Row]:
+        """Rows of the methods wanted, each as soon as it is complete."""
+        full = next((method for method in self.wanted if isinstance(method, Full)), None) or Full()
+        methods = self.wanted if full in self.wanted else [full, *self.wanted]
+        methods = sorted(methods, key=lambda method: method is not full)  # what others are compared with comes first
+        runs = {id(method): method.prepare(case) for method in methods}
+        measured = {id(method): _Measured() for method in methods}
+        self._decode(case, methods, runs, measured)
+        device = next(case.model.parameters()).device
+        one_token_s = one_token_seconds(case, self.repeats)
+        baseline = measured[id(full)]
+        for method in methods:
+            run, mine = runs[id(method)], measured[id(method)]
+            repeats = self.full_repeats if method is full else self.repeats
+            mine.seconds = time_to_first_token(_first(run), device, repeats=repeats, warmup=1)
+            with PeakMemory(device) as peak:
+                answer = run(1)
+            if method not in self.wanted:
+                continue
+            row = self._row(case, method, mine, baseline, answer.report)
+            yield row | _against_floor(row, one_token_s) | {"peak_bytes": peak.bytes} | _expected(case, method)
+            self.say(_line(row))
+
+    def _decode(self, case: Case, methods: list[Method], runs: dict[int, Answerer], measured: dict) -> None:
+        """Decoding rates, the methods taking turns."""
+        decoders = [method for method in methods if isinstance(method, Full) or type(method) is Blend]
+        for _ in range(min(self.repeats, DECODE_REPEATS) if self.decode_tokens else 0):
+            for method in decoders:
+                rate = decode_rate(runs[id(method)], self.decode_tokens, case.batch)
+                measured[id(method)].rates.append(rate)
+
+    def _row(self, case: Case, method: Method, mine: _Measured, full: _Measured, report) -> Row:
+        shape, facts = _model_shape(case.model), attachment_of(case.model).facts
+        device = next(case.model.parameters()).device
+        ttft_s, full_s = median(mine.seconds), median(full.seconds)
+        limit = method.flop_limit(shape, case) if shape is not None else math.nan
+        rate, full_rate = (median(m.rates) if m.rates else None for m in (mine, full))
+        token_bytes = sum(h * (k + v) for h, k, v in facts.sizes) * facts.dtype.itemsize
+        return {
+            "device": device_name(device),
+            "shape": self.shape,
+            "dtype": str(facts.dtype).removeprefix("torch."),
+            "method": method.name,
+            "selector": method.selector.name if type(method) is Blend else None,
+            "ratio": method.ratio,
+            "tokens": case.tokens,
+            "question_tokens": len(case.question),
+            "batch": case.batch,
+            "pool": pool_name(case),
+            "ttft_s": ttft_s,
+            "full_ttft_s": full_s,
+            "speedup": full_s / ttft_s,
+            "flop_limit": _finite(limit),
+            "achieved_of_limit": _finite(full_s / ttft_s / limit),
+            "charged_budget": _finite(method.charged_budget(case, report)),
+            "decode_tokens_per_s": rate,
+            "full_decode_tokens_per_s": full_rate if rate is not None else None,
+            "decode_ratio": rate / full_rate if rate is not None and full_rate is not None else None,
+            "placed_bytes": report.cache_bytes
+            if report is not None
+            else token_bytes * case.batch * (case.tokens + len(case.question)),
+            "pool_bytes": sum(chunk.nbytes for chunk in case.chunks),
+            "spread_s": [min(mine.seconds), max(mine.seconds)],
+            "all_ttft_s": mine.seconds,
+            "stages_s": report.seconds if report is not None else None,
+            "versions": versions(),
+        }
 
 
-class TokenClock:
-    """A streamer that notes when each new token reached the host."""
+def one_token_seconds(case: Case, repeats: int = 3) -> float:
+    """Seconds of one forward of one token (a row): what launches and reading the weights cost at least."""
+    first = case.ids[:, :1]
 
-    def __init__(self) -> None:
-        self.times: list[float] = []
-        self._prompt = True
+    @torch.no_grad()
+    def call() -> object:
+        return case.model(input_ids=first)
 
-    def put(self, value: Tensor) -> None:
-        """Called by `generate` with the prompt, then with each token (on the CPU)."""
-        if not self._prompt:
-            self.times.append(time.perf_counter())
-        self._prompt = False
+    return median(time_to_first_token(call, first.device, repeats=max(5, repeats), warmup=2))
 
-    def end(self) -> None:
-        """Called by `generate` when it is done."""
+
+def _against_floor(row: Row, one_token_s: float) -> Row:
+    """How near the time is to what it could be: that of the FLOP limit, but not less than one token takes."""
+    limit = row["flop_limit"]
+    floor = max(row["full_ttft_s"] / limit, one_token_s) if limit else None
+    achieved = floor / row["ttft_s"] if floor else None
+    return {"one_token_s": one_token_s, "floor_s": floor, "achieved_of_floor": achieved}
+
+
+def _expected(case: Case, method: Method) -> Row:
+    """What the peak is held against (`memory`), for full recompute and blends."""
+    try:
+        peak = _peak(case, method)
+    except ValueError:  # a mixture of experts
+        peak = None
+    return {"expected_peak_bytes": peak.total if peak else None, "expected_parts": asdict(peak) if peak else None}
+
+
+def _peak(case: Case, method: Method) -> Peak | None:
+    blend = method if isinstance(method, Blend) else None
+    if blend is None and not isinstance(method, Full):
+        return None
+    ratio = blend.kept if blend else 0.0
+    static = blend is not None and ratio < 1 and (blend.selector.needs == "spans" or not ratio)
+    peak = expected_peak(
+        case.model.config,
+        tokens=case.tokens,
+        question_tokens=len(case.question),
+        ratio=ratio,
+        itemsize=case.chunks[0].dtype.itemsize,
+        batch=case.batch,
+        full_layer=not static,
+        reserve=RESERVE if blend else 0,
+    )
+    return peak if blend else replace(peak, selected_rows=0)
+
+
+def _line(row: Row) -> str:
+    name = " ".join(str(part) for part in (row["method"], row["selector"], row["ratio"]) if part is not None)
+    limit = f" of {row['flop_limit']:.2f}x" if row["flop_limit"] else ""
+    return f"{row['tokens']:,} tokens: {name}: {row['ttft_s']:.4f} s, {row['speedup']:.2f}x{limit}"
 
 
 def _first(run: Answerer) -> Callable[[], object]:
     return lambda: run(1)
 
 
-def _lists(methods: Sequence[Method]) -> dict[int, list[float]]:
-    return {id(method): [] for method in methods}
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
-def _shape(model: PreTrainedModel) -> flops.ModelShape | None:
+def _model_shape(model: PreTrainedModel) -> flops.ModelShape | None:
     try:
         return flops.model_shape(model)
     except ValueError:  # a decoder whose layers cannot be counted is measured without its limit

@@ -4,13 +4,20 @@ import pytest
 import torch
 
 from blendkv import flops
+from blendkv.bench.decode import TokenClock, decode_rate
+from blendkv.bench.gates import require_exact, require_exact_states
 from blendkv.bench.methods import METHODS, Blend, Case, Full, Prefix, Reuse, make_methods
-from blendkv.bench.ttft import TokenClock, decode_rate, random_case, require_exact, ttft_rows
+from blendkv.bench.prompts import pool_name, random_case
+from blendkv.bench.results import device_name, identity
+from blendkv.bench.ttft import _states_length, ttft_rows
 from blendkv.errors import BlendError
+from blendkv.rope import Rotation
 
 FIELDS = {
-    "method", "ratio", "tokens", "device", "ttft_s", "speedup", "flop_limit", "achieved_of_limit", "charged_budget",
-    "peak_bytes", "decode_tokens_per_s",
+    "device", "shape", "dtype", "method", "selector", "ratio", "tokens", "question_tokens", "chunk_tokens", "batch",
+    "pool", "run", "ttft_s", "full_ttft_s", "speedup", "flop_limit", "achieved_of_limit", "floor_s",
+    "achieved_of_floor", "one_token_s", "charged_budget", "peak_bytes", "placed_bytes", "pool_bytes",
+    "decode_tokens_per_s", "full_decode_tokens_per_s", "decode_ratio", "spread_s", "all_ttft_s", "stages_s", "versions",
 }  # fmt: skip
 
 
@@ -80,7 +87,11 @@ def test_rows(attached):
         assert row["ttft_s"] > 0
         assert row["speedup"] == pytest.approx(full["ttft_s"] / row["ttft_s"])
         assert row["achieved_of_limit"] == pytest.approx(row["speedup"] / row["flop_limit"])
-        assert (row["tokens"], row["device"]) == (64, "cpu")
+        assert (row["tokens"], row["device"]) == (64, device_name(torch.device("cpu")))
+        assert (row["shape"], row["pool"], row["run"], row["batch"]) == ("llama", "cpu", 0, 1)
+        assert row["spread_s"] == [min(row["all_ttft_s"]), max(row["all_ttft_s"])]
+        assert row["full_ttft_s"] == full["ttft_s"]
+        assert row["floor_s"] == max(full["ttft_s"] / row["flop_limit"], row["one_token_s"])
         assert row["peak_bytes"] >= 0
         assert (row["decode_tokens_per_s"] is not None) == (row["method"] in ("full", "blend"))
     assert full["speedup"] == full["flop_limit"] == full["charged_budget"] == 1
@@ -109,7 +120,85 @@ def test_no_time_is_reported_where_ratio_1_is_not_full_prefill(case, monkeypatch
         require_exact(case)
 
 
-@pytest.mark.parametrize("wrong", [{"tokens": 0}, {"chunk_tokens": 0}, {"repeats": 0}, {"decode_tokens": -1}])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_exact_states_pass_their_gate_and_wrong_ones_do_not(attached, monkeypatch, family, batch):
+    model = attached(family, sliding_window=24) if family == "mistral" else attached(family)
+    case = random_case(model, 80, 32, 8, batch=batch)
+    assert require_exact_states(case) < 1e-4
+    right = Rotation.rotate
+    monkeypatch.setattr(Rotation, "rotate", lambda self, keys, angles, **kw: right(self, keys * 1.01, angles, **kw))
+    with pytest.raises(BlendError, match="do not stay exact"):
+        require_exact_states(case)
+
+
+def test_a_batch_shares_its_chunks_and_every_row_answers_alike(attached):
+    case = random_case(attached("llama"), 64, 32, 8, batch=3)
+    assert case.ids.shape == (3, 72)
+    for method in (Full(), Prefix(), Blend(0.2)):
+        answer = method.prepare(case)(4, output_logits=True)
+        assert answer.logits.shape[0] == 12
+        tokens = answer.tokens.view(3, 4)
+        assert torch.equal(tokens[0], tokens[1])
+        assert torch.equal(tokens[0], tokens[2])
+    assert require_exact(case) < 1e-4
+
+
+def test_lengths_selectors_and_runs_each_have_their_rows(attached, capsys):
+    seen = []
+    rows = ttft_rows(
+        attached("llama"),
+        tokens=[64, 96],
+        chunk_tokens=32,
+        question_tokens=8,
+        methods=["blend"],
+        selectors=["boundary", "all"],
+        ratios=(0.1, 0.5),
+        repeats=1,
+        runs=2,
+        batch=2,
+        decode_tokens=0,
+        on_row=lambda row: seen.append(len(seen)),
+        progress=True,
+    )
+    blends = [("boundary", 0.1), ("boundary", 0.5), ("all", 1.0)]  # which has a ratio of its own
+    told = [(row["run"], row["tokens"], row["selector"], row["ratio"]) for row in rows]
+    assert told == [(run, n, *blend) for run in (0, 1) for n in (64, 96) for blend in blends]
+    assert len(seen) == len(rows)
+    assert len({identity(row) for row in rows}) == len(rows)
+    said = capsys.readouterr().err
+    assert said.count("ratio 1 equals full recompute") == 2
+    assert said.count("exact keys and values stay exact") == 1
+    assert said.index("96 tokens: exact") < said.index("64 tokens: blend boundary 0.1")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "gate"), [([512, 1024], 1024), ([1024, 4096, 2048], 2048), ([32768, 16384], 8192), ([100], 100)]
+)
+def test_the_length_at_which_exact_states_are_blended(lengths, gate):
+    assert _states_length(lengths) == gate
+
+
+def test_chunks_lie_where_they_are_wanted(attached):
+    assert pool_name(random_case(attached("llama"), 64, 32, 8, pool="cpu")) == "cpu"
+    for wrong, why in {"cuda": "the model is on cpu", "pinned": "needs CUDA", "disk": "unknown pool"}.items():
+        if wrong != "pinned" or not torch.cuda.is_available():
+            with pytest.raises(ValueError, match=why):
+                random_case(attached("llama"), 64, 32, 8, pool=wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tokens": 0},
+        {"tokens": []},
+        {"chunk_tokens": 0},
+        {"repeats": 0},
+        {"decode_tokens": -1},
+        {"runs": 0},
+        {"batch": 0},
+    ],
+)
 def test_numbers_out_of_range(attached, wrong):
     with pytest.raises(ValueError, match="at least"):
         ttft_rows(attached("llama"), **wrong)

@@ -1,0 +1,84 @@
+"""Speed-up over context length, beside what the operations allow, as a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import import_module
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from blendkv.bench.measure import median
+from blendkv.bench.results import SETTING, Row, merged
+from blendkv.bench.table import method_name
+
+Line = list[tuple[int, float, float | None]]
+"""(tokens, speed-up, FLOP limit), by tokens."""
+
+
+def lines_of(rows: Iterable[Row]) -> dict[str, Line]:
+    """One line for each method, selector and ratio; several runs are one point, their median."""
+    points: dict[str, dict[int, list[Row]]] = {}
+    for row in rows:
+        if row["method"] != "full":
+            points.setdefault(method_name(row), {}).setdefault(row["tokens"], []).append(row)
+    return {
+        name: [(n, median(r["speedup"] for r in at[n]), at[n][0].get("flop_limit")) for n in sorted(at)]
+        for name, at in points.items()
+    }
+
+
+def plot(rows: Iterable[Row], out: str | Path) -> None:
+    """Draws one panel for each setting (card, model, ...): measured with dots, FLOP limits dashed.
+
+    Args:
+        rows: of any number of files.
+        out: `.svg`, `.png` or whatever else matplotlib can write.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        ValueError: there is nothing to draw.
+    """
+    groups = [list(g) for _, g in groupby(merged(rows, ()), key=lambda row: [row.get(f) for f in SETTING])]
+    panels = [(group[0], lines) for group in groups if (lines := lines_of(group))]
+    if not panels:
+        raise ValueError("nothing to draw: no row is of a method other than full recompute")
+    figure = _figure(panels)
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    metadata = {"Date": None} if Path(out).suffix == ".svg" else None  # the same rows make the same file
+    figure.savefig(out, metadata=metadata)
+
+
+def _figure(panels: list[tuple[Row, dict[str, Line]]]) -> Any:
+    _matplotlib().rcParams.update({"svg.hashsalt": "blendkv", "svg.fonttype": "none", "font.size": 9})
+    ticker = _matplotlib("ticker")
+    figure = _matplotlib("figure").Figure(figsize=(6.4 * len(panels), 4.4), layout="constrained")
+    for axes, (row, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for name, line in lines.items():
+            [drawn] = axes.plot([n for n, _, _ in line], [s for _, s, _ in line], marker="o", markersize=4, label=name)
+            limits = [(n, limit) for n, _, limit in line if limit is not None]
+            axes.plot(*zip(*limits, strict=True) if limits else ([], []), "--", color=drawn.get_color(), linewidth=1)
+        axes.axhline(1.0, color="grey", linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        ticks = sorted({n for line in lines.values() for n, _, _ in line})
+        axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
+        axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+        axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}x"))
+        axes.set_xlabel("context tokens")
+        axes.set_ylabel("speed-up of the first token (dashed: FLOP limit)")
+        batch = f", batch {row['batch']}" if row.get("batch", 1) != 1 else ""
+        axes.set_title(f"{row.get('shape')}, {row.get('dtype')}{batch}\n{row['device']}", fontsize=9)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    return figure
+
+
+def _matplotlib(part: str = "") -> Any:
+    """Matplotlib or one of its modules: an extra, so never imported but to draw."""
+    try:
+        return import_module(".".join(filter(None, ["matplotlib", part])))
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            "drawing needs matplotlib, which is not installed: pip install 'blendkv[bench]'"
+        ) from error

@@ -1,0 +1,98 @@
+"""Rows of measurements as JSON: `{"rows": [...]}`, one row a method, prompt length and run, merged by what it is of."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from blendkv._version import __version__
+
+Row = dict[str, Any]
+SETTING = "device", "shape", "dtype", "chunk_tokens", "question_tokens", "batch", "pool"
+"""Fields that rows of one table share."""
+METHOD = "tokens", "method", "selector", "ratio"
+"""Fields that tell the lines of a table apart."""
+IDENTITY = (*SETTING, *METHOD, "run")
+"""Fields that tell rows apart: a row that agrees in all of them takes the older one's place."""
+_ORDER = {name: i for i, name in enumerate(("full", "prefix", "reuse", "blend"))}
+
+
+def identity(row: Row) -> tuple:
+    """What a row is of."""
+    return tuple(row.get(field) for field in IDENTITY)
+
+
+def merged(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
+    """Rows of both, sorted; of two that are of the same thing the new one."""
+    rows = {identity(row): row for row in (*old, *new)}
+    return sorted(rows.values(), key=_place)
+
+
+def _place(row: Row) -> tuple:
+    """Sorts as a reader would: numbers as numbers, methods in their usual order, what is absent first."""
+    values = [_ORDER.get(row[field], len(_ORDER)) if field == "method" else row.get(field) for field in IDENTITY]
+    return tuple((v is not None, isinstance(v, str), v if v is not None else 0) for v in values)
+
+
+def read_rows(path: str | Path) -> list[Row]:
+    """The rows of a file.
+
+    Raises:
+        ValueError: if it is not one of ours.
+        OSError: if it cannot be read.
+    """
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from None
+    rows = document.get("rows") if isinstance(document, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f'{path}: expected {{"rows": [...]}}, as `blendkv bench ttft --out` writes it')
+    for row in rows:
+        missing = [field for field in ("device", *METHOD, "ttft_s", "speedup") if field not in row]
+        if missing:
+            raise ValueError(f"{path}: a row has no field {', '.join(map(repr, missing))}")
+    return rows
+
+
+def write_rows(path: str | Path, rows: Iterable[Row]) -> None:
+    """Merges rows into a file, which is complete at every moment."""
+    path = Path(path)
+    old = read_rows(path) if path.exists() else []
+    lines = [json.dumps(row, allow_nan=False) for row in merged(old, rows)]
+    text = '{"rows": [\n' + ",\n".join(lines) + "\n]}\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
+        file.write(text)
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
+
+
+def device_name(device: torch.device) -> str:
+    """The card's name, or the processor's with the number of threads that torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{_processor()}, {threads} thread{'s' * (threads > 1)}"
+
+
+def versions() -> dict[str, str]:
+    """Of what decides a figure."""
+    return {"blendkv": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine() or "CPU"
