@@ -19,6 +19,7 @@ from blendkv.cache import BlendedCache
 from blendkv.chunk import ChunkCache
 from blendkv.errors import CacheStateError, UnsupportedModelError
 from blendkv.graphs import GraphPass
+from blendkv.kernels.table import upload
 from blendkv.plan import RowPlan, chunks_per_row, plan_row, require_hits
 from blendkv.report import BlendReport, ChunkUse, LayerRows
 from blendkv.rope import Rotation
@@ -210,7 +211,7 @@ class Blend:
         device = keys.device if keys is not None else self.ids.device
         before, kept, computed = self.rows, [], 0
         for b, plan in enumerate(self.plans):
-            candidates = self._chosen[b] if self._chosen else torch.from_numpy(np.flatnonzero(~plan.fresh)).to(device)
+            candidates = self._chosen[b] if self._chosen else upload(np.flatnonzero(~plan.fresh), device)
             budget = min(round(self.cache.schedule[layer_idx] * plan.chunk_tokens), len(candidates))
             if not budget:
                 candidates = candidates[:0]
@@ -222,7 +223,7 @@ class Blend:
             kept.append(candidates)
             computed += budget
         self._chosen, self._computed = kept, computed
-        fresh = [torch.from_numpy(np.flatnonzero(plan.fresh)).to(device) for plan in self.plans]
+        fresh = [upload(np.flatnonzero(plan.fresh), device) for plan in self.plans]
         rows = [torch.cat(pair).sort().values for pair in zip(kept, fresh, strict=True)]
         width = max(map(len, rows))
         width = width if self.graphs is None else self.graphs.width(width)
@@ -286,7 +287,7 @@ class Blend:
 
     def _candidates(self, b: int, rows: Tensor, deviation: Sequence[Tensor | None]) -> Candidates:
         plan = self.plans[b]
-        spans = torch.from_numpy(plan.spans(self.length)).to(rows.device)[:, rows]
+        spans = upload(plan.spans(self.length), rows.device)[:, rows]
         return Candidates(rows, *spans, *deviation)
 
     def _deviation(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor | None, Tensor | None]:

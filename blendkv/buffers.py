@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from blendkv import kernels
 from blendkv.cache import BlendedLayer
 from blendkv.chunk import ChunkCache
-from blendkv.kernels.table import address, describe
+from blendkv.kernels.table import address, describe, upload
 from blendkv.plan import RowPlan
 from blendkv.prompt import Span
 from blendkv.report import Clock
@@ -199,9 +199,9 @@ class KernelBuffers(Buffers):
         with self.clock.stage("place", device), kernels.on(device):
             if device not in self._pieces:
                 cuts = cut([(b, span.start, span.length, len(chunk)) for b, span, chunk in self._spans])
-                self._pieces[device] = tuple(torch.from_numpy(c).to(device, non_blocking=True) for c in cuts)  # ty: ignore[invalid-assignment]
+                self._pieces[device] = upload(cuts[0], device), upload(cuts[1], device)
             located = [(base, span.offset) for base, (_, span, _) in zip(bases, self._spans, strict=True)]
-            sources = torch.from_numpy(locate(located, layers if whole else range(1))).to(device, non_blocking=True)
+            sources = upload(locate(located, layers if whole else range(1)), device)
             rotate_and_place(
                 sources,
                 *self._pieces[device],
@@ -236,9 +236,9 @@ def scatter(table: Tensor, layer_idx: int, rows: Tensor, keys: Tensor, values: T
 
 def fill_tables(tables: dict[torch.device, Tensor], layers: Sequence[BlendedLayer], filled: int) -> None:
     """Writes where the buffers of all layers are into the `[L, 4]` table of every device."""
-    found = torch.from_numpy(describe([(layer._keys, layer._values) for layer in layers], filled))
-    for table in tables.values():
-        table.copy_(found, non_blocking=True)
+    found = describe([(layer._keys, layer._values) for layer in layers], filled)
+    for device, table in tables.items():
+        table.copy_(upload(found, device))
 
 
 def _join(parts: list[Tensor], device: torch.device) -> Tensor:

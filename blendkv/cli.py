@@ -298,6 +298,39 @@ def table(
 
 
 @bench.command()
+def kernels(
+    tokens: Annotated[str, typer.Option(help="Context tokens; several as 8192,16384.")] = "4096,8192,16384,32768",
+    ratio: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of context rows computed.")] = 0.15,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each; the median counts.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """GPU kernels beside a matrix product and a copy on the same card (Llama-3.1-8B's attention, bfloat16)."""
+    lengths = _lengths(tokens)
+    with work(as_json):
+        from blendkv.bench.kernels import kernel_rows
+
+        rows = list(kernel_rows(lengths, ratio, repeats=repeats))
+    if as_json:
+        print_json({"rows": rows})
+        return
+    print_table(
+        ["tokens", "rows", "kernel", "time", "rate", "of the ceiling"],
+        [
+            [
+                f"{row['tokens']:,}",
+                f"{row['rows']:,}",
+                row["kernel"],
+                f"{row['seconds'] * 1e3:.3f} ms",
+                f"{row['rate']:,.0f} {row['unit']}",
+                f"{row['of_ceiling']:.0%} of {row['ceiling']:,.0f}",
+            ]
+            for row in rows
+        ],
+        rows[0]["device"],
+    )
+
+
+@bench.command()
 def plot(
     files: Files,
     out: Annotated[Path, typer.Option(help="Figure to write: .svg, .png, ...")],

@@ -23,6 +23,7 @@ from blendkv.cache import BlendedCache, BlendedLayer
 from blendkv.decoding import Step
 from blendkv.errors import NotAttachedError, UnsupportedModelError
 from blendkv.graphs import GraphPass, LayerGraphs, devices_of
+from blendkv.norms import fuse, unfuse
 from blendkv.weights import Fingerprints
 
 STATE = "_blendkv_attachment"
@@ -86,6 +87,7 @@ class Attachment:
     configs: tuple = ()
     wrapped: tuple[str, ...] = ()
     proven: bool = False
+    devices: tuple[torch.device, ...] = ()
     graphs: LayerGraphs | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -103,12 +105,11 @@ class Attachment:
         if not all(isinstance(layer.__dict__.get("forward"), LayerForward) for layer in self.layers):
             return None
         if self.graphs is None:
-            devices = devices_of(self.layers)
-            if kernels_unusable(self.learnt, devices) is not None:
+            if kernels_unusable(self.learnt, self.devices) is not None:
                 return None
             shape = self.learnt.shape
             row_flops = None if shape is None else sum(la.row_flops for la in shape.layers) / len(shape.layers)
-            self.graphs = LayerGraphs(devices, self.layers, row_flops)
+            self.graphs = LayerGraphs(self.devices, self.layers, row_flops)
         return self.graphs.open()
 
     @property
@@ -131,7 +132,7 @@ class Attachment:
             raise NotAttachedError("the model's dtype was changed after attach: call blendkv.attach(model) again")
         watch, fingerprint = self.fingerprints.watch, self.fingerprints.now()
         if watch is not self.fingerprints.watch:  # graphs hold addresses of weights
-            self.graphs = None
+            self.graphs, self.devices = None, devices_of(self.layers)
         return replace(self.learnt, fingerprint=fingerprint)
 
 
@@ -197,6 +198,7 @@ def install(state: Attachment) -> None:
         handles.append(layer.register_forward_pre_hook(partial(_before_layer, i), with_kwargs=True))
         if any(p.is_cuda for p in layer.parameters()):
             layer.forward = LayerForward(i, layer.forward)
+    fuse(state.layers)
     handles.append(decoder.register_forward_hook(_after_decoder, with_kwargs=True, always_call=True))
     state.handles = tuple(handles)
     state.wrapped = _compat.wrap_generation(model, _check_inputs, _check_generation)
@@ -215,6 +217,7 @@ def uninstall(state: Attachment) -> None:
         config._attn_implementation_internal = config._attn_implementation.removeprefix(attention.PREFIX)
     for owner in (state.model, state.decoder):
         owner.__dict__.pop(STATE, None)
+    unfuse(state.layers)
     for layer in state.layers:
         if isinstance(forward := layer.__dict__.get("forward"), LayerForward):
             forward.remove_from(layer)
@@ -301,7 +304,7 @@ def _before_decoder(state: Attachment, decoder: nn.Module, args: tuple, kwargs: 
     if visible is None and not blend.collects:
         blend.graphs = state.open_graphs()
     cache.work, cache._failed = blend, True  # until the forward has ended well
-    blend.begin(devices_of(state.layers))
+    blend.begin(state.devices or devices_of(state.layers))
     named["position_ids"] = position_ids
     return (), named
 

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 ALIGN = 16
 """Bytes: kernels read and write vectors of this size, so every buffer and every chunk starts at a multiple of it."""
+
+
+def upload(array: np.ndarray, device: torch.device) -> Tensor:
+    """An array on a device, on CUDA without waiting for it (torch keeps the pinned memory until it was read)."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def describe(layers: Sequence[tuple[Tensor, Tensor]], filled: int) -> np.ndarray:
