@@ -13,7 +13,7 @@ _version _paths errors _compat flops report kernels.table chunk weights rope ker
 kernels.rows kernels.mass kernels.attention kernels prompt selectors.base selectors.static selectors.deviation
 selectors stores.pool stores attention cache plan buffers graphs norms blend decoding hooks learning proof attaching
 layout prefilling library models testing passages bench bench.measure bench.tasks bench.methods bench.shapes
-bench.prompts bench.gates bench.decode bench.kernels bench.memory bench.results bench.ttft bench.table bench.plot
+bench.prompts bench.gates bench.decode bench.memory bench.results bench.kernels bench.ttft bench.table bench.plot
 bench.quality verify demo _console cli
 """
 ORDER = _ORDER.split()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -48,11 +48,7 @@ def kernel_rows(
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(seed)
     time = _Timer(repeats)
-    a, b = (torch.randn(SQUARE, SQUARE, device=device, dtype=torch.bfloat16) for _ in range(2))
-    product = 2 * SQUARE**3 / time(lambda: a @ b) / 1e12
-    x, y = (torch.randn(2**28, device=device, dtype=torch.bfloat16) for _ in range(2))
-    copy = 2 * x.nbytes / time(lambda: y.copy_(x)) / 1e9
-    del a, b, x, y
+    product, copy = _product(time, device), _copy(time, device)
     head = {"device": device_name(device), "ratio": ratio}
     for tokens in sorted(lengths):
         setting = _Setting(tokens, ratio, question_tokens, device)
@@ -71,6 +67,18 @@ def kernel_rows(
                 "ceiling": ceiling,
                 "of_ceiling": rate / ceiling,
             }
+
+
+def _product(time: _Timer, device: torch.device) -> float:
+    """TFLOP/s of a bfloat16 matrix product."""
+    a, b = (torch.randn(SQUARE, SQUARE, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * SQUARE**3 / time(lambda: a @ b) / 1e12
+
+
+def _copy(time: _Timer, device: torch.device) -> float:
+    """GB/s of a copy in device memory, read and written."""
+    source, target = (torch.randn(2**28, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * source.nbytes / time(lambda: target.copy_(source)) / 1e9
 
 
 class _Timer:
@@ -95,6 +103,11 @@ class _Timer:
         return median(seconds)
 
 
+class _Kind(TypedDict):
+    device: torch.device
+    dtype: torch.dtype
+
+
 class _Setting:
     """One layer's buffers and the rows that are computed."""
 
@@ -102,7 +115,7 @@ class _Setting:
         self.length = tokens + question_tokens
         chosen = torch.randperm(tokens)[: round(ratio * tokens)].sort().values
         self.rows = torch.cat([chosen, torch.arange(tokens, self.length)])[None].to(device)
-        count, kind = self.rows.shape[1], {"device": device, "dtype": torch.bfloat16}
+        count, kind = self.rows.shape[1], _Kind(device=device, dtype=torch.bfloat16)
         self.query = torch.randn(1, count, HEADS * GROUPS, DIM, **kind).transpose(1, 2)
         self.keys, self.values = (torch.randn(1, HEADS, self.length, DIM, **kind) for _ in range(2))
         self.table = upload(describe([(self.keys, self.values)], self.length), device)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from blendkv.bench.methods import Case
@@ -69,21 +67,13 @@ def kept_in(chunk: ChunkCache, pool: str) -> ChunkCache:
     """A chunk moved to a pool."""
     if pool in ("auto", "cuda"):
         return chunk
-    chunk = chunk.to("cpu")
-    if pool == "cpu":
-        return chunk
-    keys, values = (tuple(_pinned(t) for t in states) for states in (chunk.keys, chunk.values))
-    return replace(chunk, keys=keys, values=values)
+    return chunk.to("cpu") if pool == "cpu" else chunk.pin_memory()
 
 
 def pool_name(case: Case) -> str:
     """Where the chunks of a case are: cuda, cpu or pinned."""
     keys = case.chunks[0].keys[0]
     return "pinned" if keys.device.type == "cpu" and keys.is_pinned() else keys.device.type
-
-
-def _pinned(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_pinned() else tensor.pin_memory()
 
 
 def _groups(pieces: list[list[int]]) -> Iterator[list[list[int]]]:

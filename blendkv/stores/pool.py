@@ -34,13 +34,21 @@ class Pool:
         capacity_bytes: most bytes of keys and values to hold (default 8 GiB); the least recently used chunk that is
             not pinned goes first.
         device: move chunks there when they are put; by default they stay where they were computed.
+        pin_memory: keep chunks in page-locked host memory, which a GPU reads directly; `device` is then not used.
     """
 
-    def __init__(self, capacity_bytes: int | None = None, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self,
+        capacity_bytes: int | None = None,
+        device: torch.device | str | None = None,
+        pin_memory: bool = False,
+    ) -> None:
         self.capacity_bytes = DEFAULT_CAPACITY_BYTES if capacity_bytes is None else int(capacity_bytes)
         if self.capacity_bytes <= 0:
             raise ValueError(f"capacity_bytes={capacity_bytes}: give a positive number of bytes")
-        self.device = device
+        if pin_memory and not torch.cuda.is_available():
+            raise ValueError("pin_memory=True needs a CUDA device: leave it out to keep chunks in ordinary memory")
+        self.device, self.pin_memory = device, pin_memory
         self.stats = PoolStats()
         self._entries: OrderedDict[str, ChunkCache] = OrderedDict()
         self._pins: Counter[str] = Counter()
@@ -59,7 +67,10 @@ class Pool:
 
     def put(self, chunk: ChunkCache) -> bool:
         """Keeps a chunk under its key; False (and counted) if it cannot fit beside what is pinned."""
-        chunk = chunk if self.device is None else chunk.to(self.device)
+        if self.pin_memory:
+            chunk = chunk.pin_memory()
+        elif self.device is not None:
+            chunk = chunk.to(self.device)
         with self._lock:
             known = chunk.key in self._entries
             if known:
