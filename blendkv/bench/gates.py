@@ -38,7 +38,9 @@ def require_exact(case: Case, selectors: Iterable[Selector] = (HKVD(),)) -> floa
             continue
         blend = Blend(1.0, selector).prepare(case)(1, output_logits=True)
         errors.append(rms_ratio(blend.logits, full.logits))
-        if not (errors[-1] <= bound and torch.equal(blend.tokens, full.tokens)):
+        ties = case.chunks[0].dtype != torch.float32  # random weights nearly tie: rounding may swap two tokens
+        same = ties or torch.equal(blend.tokens, full.tokens)
+        if not (errors[-1] <= bound and same):
             raise BlendError(
                 f"a blend at ratio 1 is not full prefill here ({case.tokens} tokens, {selector.name}: first token "
                 f"{blend.tokens.tolist()} instead of {full.tokens.tolist()}, logits off by {errors[-1]:.3g}, at most "
