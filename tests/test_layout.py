@@ -11,7 +11,8 @@ PACKAGE = Path(blendkv.__file__).parent
 _ORDER = """
 _version _paths errors _compat flops report chunk rope prompt selectors.base selectors.static selectors.deviation
 selectors stores.pool stores attention cache plan blend hooks learning proof attaching layout prefilling library models
-testing passages bench bench.measure bench.tasks bench.methods bench.ttft bench.quality verify demo _console cli
+testing passages bench bench.measure bench.tasks bench.methods bench.ttft bench.quality verify families survey guide
+demo _console cli
 """
 ORDER = _ORDER.split()
 
