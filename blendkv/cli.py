@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -25,7 +25,8 @@ bench = typer.Typer(help="Measure speed and quality beside full recompute.", no_
 main.add_typer(bench, name="bench")
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, folder, GGUF file, or `bundled`.")]
+_MODEL_HELP = "Hub id, folder, GGUF file, or `bundled`."
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
 Dtype = Annotated[str, typer.Option(help="Of the weights: float32, bfloat16, float16, or auto.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ..., or auto to spread the model.")]
@@ -122,7 +123,11 @@ def _demo_json(shown: Demo, rounds: list[Round], said: str, seconds: dict[str, f
 
 @main.command()
 def verify(
-    model: Model,
+    models: Annotated[list[str], typer.Argument(metavar="MODEL", help=f"{_MODEL_HELP} With --tiny: families, or all.")],
+    tiny: Annotated[
+        bool, typer.Option("--tiny", help="Try families of transformers, tiny, with random weights.")
+    ] = False,
+    write: Annotated[Path | None, typer.Option(help="With --tiny all: the guide to put the tables into.")] = None,
     dtype: Dtype = "float32",
     device: Device = "cpu",
     attn: Annotated[str, typer.Option(help="Attention implementation: sdpa or eager.")] = "sdpa",
@@ -130,6 +135,13 @@ def verify(
 ) -> None:
     """Prove that a model can be blended: every check with its figure. Exit code 1 if one fails."""
     _one_of("--attn", attn, ("sdpa", "eager"))
+    if write is not None and not (tiny and models == ["all"]):
+        raise typer.BadParameter("it goes with --tiny all", param_hint="--write")
+    if tiny:
+        _verify_tiny(models, write, as_json)
+    if len(models) > 1:
+        raise typer.BadParameter("one MODEL at a time (several families with --tiny)", param_hint="MODEL")
+    model = models[0]
     with work(as_json):
         from tqdm import tqdm
 
@@ -155,6 +167,34 @@ def verify(
         failures = sum(not check.ok for check in checks)
         typer.echo(f"\n{model}: {'all' if ok else f'{failures} of'} {len(checks)} checks {'hold' if ok else 'failed'}")
     raise typer.Exit(0 if ok else 1)
+
+
+def _verify_tiny(names: list[str], guide: Path | None, as_json: bool) -> NoReturn:
+    """Tries families; exit code 1 if one is wrong or crashes."""
+    with work(as_json):
+        from tqdm import tqdm
+
+        from blendkv.survey import check_names, survey
+
+        wanted = check_names(names)
+        outcomes = list(tqdm(survey(wanted), total=len(wanted), desc="families", unit="family", leave=False))
+        if guide is not None:
+            from blendkv._compat import TRANSFORMERS_VERSION
+            from blendkv.guide import write_guide
+
+            write_guide(guide, TRANSFORMERS_VERSION, outcomes)
+    tried = [outcome for outcome in outcomes if outcome.status != "not built"]
+    counts = {status: sum(o.status == status for o in tried) for status in ("proven", "refused", "wrong", "crashed")}
+    if as_json:
+        not_built = [{"family": o.family, "detail": o.detail} for o in outcomes if o.status == "not built"]
+        print_json({"families": [o.to_dict() for o in tried], "not_built": not_built})
+    else:
+        print_table(
+            ["family", "status", "detail"], [[o.family, o.status, o.detail] for o in outcomes], wrap=("detail",)
+        )
+        told = ", ".join(f"{count} {status}" for status, count in counts.items())
+        typer.echo(f"\n{len(tried)} tried: {told}; {len(outcomes) - len(tried)} not built")
+    raise typer.Exit(1 if counts["wrong"] or counts["crashed"] else 0)
 
 
 # -- bench ------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from blendkv.rope import Rotation, candidates, find_rotary, on_device, refuse_le
 
 ROTATION_BOUND = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 """RMS error of re-rotated keys / RMS of the model's own, by dtype."""
+States = tuple[Tensor, Tensor]
 KNOWN_LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
 
 
@@ -43,6 +45,7 @@ def refuse_impossible(model: nn.Module) -> None:
         raise UnsupportedModelError(
             f"{type(model).__name__} is an encoder-decoder: only decoder-only models are blended"
         )
+    _refuse_decoder(model)
     text = config.get_text_config()
     for name in ("layer_types", "layers_block_type", "block_types"):
         strange = sorted({str(t) for t in getattr(text, name, None) or ()} - set(KNOWN_LAYER_TYPES))
@@ -56,6 +59,17 @@ def refuse_impossible(model: nn.Module) -> None:
             f"{type(model).__name__} is stateful (recurrent): its state is a fold over all tokens, which cannot be put "
             "together from chunks; use full prefill for this model"
         )
+    cap = getattr(text, "attn_logit_softcapping", None)
+    if cap and str(getattr(text, "_attn_implementation", "")).endswith("sdpa"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: attn_logit_softcapping={cap:g} is silently left out by "
+            "attn_implementation='sdpa'; load the model with attn_implementation='eager'"
+        )
+    if getattr(text, "cross_attention_layers", None):
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: cross_attention_layers={text.cross_attention_layers}: layers that attend to "
+            "images do not take part in every forward; use full prefill for this model"
+        )
     if getattr(text, "num_kv_shared_layers", 0):
         raise UnsupportedModelError(
             f"{type(model).__name__}: num_kv_shared_layers={text.num_kv_shared_layers}: layers that read the keys of "
@@ -68,6 +82,16 @@ def refuse_impossible(model: nn.Module) -> None:
                 "single tokens; use full prefill for this model"
             )
     refuse_length_dependent(text)
+
+
+def _refuse_decoder(model: Any) -> None:
+    """Refuses a model whose `get_decoder` gives something that is no decoder."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    if not hasattr(decoder, "config"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__}.get_decoder() gives a {type(decoder).__name__}, not a transformers model: blendkv "
+            "cannot find the layers; use full prefill for this model"
+        )
 
 
 def _default_layers(config: Any) -> list:
@@ -84,14 +108,66 @@ def learn(state: Attachment) -> ModelFacts:
     """Finds out what a blend must know of a model.
 
     Raises:
-        UnsupportedModelError: if no rotation explains how a layer's keys move with position.
+        UnsupportedModelError: if something cannot be found out, as a rotation that explains how a layer's keys move.
     """
+    if "input_ids" not in inspect.signature(state.decoder.forward).parameters:
+        raise UnsupportedModelError(
+            f"{type(state.model).__name__} keeps its layers in a {type(state.decoder).__name__}, which is not given "
+            "input_ids, so no chunk can be found there (an encoder with a causal head); use full prefill for this model"
+        )
     try:
         shape = flops.model_shape(state.model)
     except ValueError:
         shape = None
     rotary = find_rotary(state.decoder)
     return ModelFacts("", find_rotations(state, rotary), rotary, *_sizes(state), shape)
+
+
+@torch.no_grad()
+def refuse_unmovable(state: Attachment) -> None:
+    """Refuses what shows in an ordinary forward: embeddings that depend on the place, arguments that stay full length.
+
+    Raises:
+        UnsupportedModelError: naming the reason.
+    """
+    name, tokens, front = type(state.model).__name__, 13, 6
+    ids = probe_ids(state, tokens, seed=2)
+    if not _decoder_is_given_ids(state, ids):
+        raise UnsupportedModelError(
+            f"{name} gives its {type(state.decoder).__name__} embeddings of text and images instead of input_ids, so "
+            "chunks cannot be found in them; load the text model alone, or use full prefill for this model"
+        )
+    behind = _layer_arguments(state, ids, torch.arange(tokens, device=ids.device)[None])
+    first = _layer_arguments(state, ids[:, front:], torch.arange(tokens - front, device=ids.device)[None])
+    error = rms_ratio(first[0][0][:, -1], behind[0][0][:, -1])
+    if not error <= bound_of(ROTATION_BOUND, first[0][0].dtype):
+        raise UnsupportedModelError(
+            f"{name} adds a token's position to its embedding (learned or sinusoidal; error {error:.2g}), so the keys "
+            "and values of a chunk fit one place only; use full prefill for this model"
+        )
+    for i, (_, named) in enumerate(behind):
+        for argument, value in named.items():
+            narrowed = argument.startswith("position_") or argument == "attention_mask"
+            if not narrowed and isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == tokens:
+                raise UnsupportedModelError(
+                    f"{name}: layer {i} is given {argument!r} for every token, which is not narrowed to the rows that "
+                    "are computed; use full prefill for this model"
+                )
+
+
+def _decoder_is_given_ids(state: Attachment, ids: Tensor) -> bool:
+    """Whether the decoder inside a model finds ids among its arguments."""
+    given: list[bool] = []
+
+    def note(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        given.append(_compat.bind_arguments(decoder.forward, args, kwargs).get("input_ids") is not None)
+
+    handle = state.decoder.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        state.model(input_ids=ids, use_cache=False)
+    finally:
+        handle.remove()
+    return all(given)
 
 
 @torch.no_grad()
@@ -109,7 +185,13 @@ def find_rotations(state: Attachment, rotary: nn.Module | None) -> tuple[Rotatio
     ids = probe_ids(state, 12)
     here, there = (torch.arange(12, device=ids.device)[None] + offset for offset in (3, 3 + 17))
     rotations = []
-    for i, (keys_here, keys_there) in enumerate(own_keys(state, ids, here, there)):
+    for i, (own_here, own_there) in enumerate(own_states(state, ids, here, there)):
+        (keys_here, values_here), (keys_there, values_there) = own_here, own_there
+        if not rms_ratio(values_here, values_there) <= bound_of(ROTATION_BOUND, values_here.dtype):
+            raise UnsupportedModelError(
+                f"layer {i} ({type(state.layers[i]).__name__}): what it caches as values moves with position (a cache "
+                "of latents and rotary parts, as in DeepSeek's MLA); use full prefill for this model"
+            )
         errors = {
             rotation: moved_error(rotation, rotary, keys_here, here, keys_there, there)
             for rotation in candidates(rotary, state.config, i, keys_here.shape[-1])
@@ -132,11 +214,17 @@ def moved_error(
     return rms_ratio(rotation.rotate(rotation.unrotate(keys_here, from_), to), keys_there)
 
 
-def own_keys(state: Attachment, ids: Tensor, here: Tensor, there: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each layer's own keys of the same hidden states at two sets of positions: `[1, H, T, D]` twice."""
+def own_states(state: Attachment, ids: Tensor, here: Tensor, there: Tensor) -> Iterator[tuple[States, States]]:
+    """Each layer's own keys and values of the same hidden states at two sets of positions, `[1, H, T, D]` each."""
     runs = [_layer_arguments(state, ids, positions) for positions in (here, there)]
     for layer, (hidden, at_here), (_, at_there) in zip(state.layers, *runs, strict=True):
-        yield stopped_pass(layer, hidden, at_here)[0], stopped_pass(layer, hidden, at_there)[0]
+        yield stopped_pass(layer, hidden, at_here), stopped_pass(layer, hidden, at_there)
+
+
+def own_keys(state: Attachment, ids: Tensor, here: Tensor, there: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The keys of `own_states`: `[1, H, T, D]` twice."""
+    for (keys_here, _), (keys_there, _) in own_states(state, ids, here, there):
+        yield keys_here, keys_there
 
 
 def _layer_arguments(state: Attachment, ids: Tensor, positions: Tensor) -> list[tuple[Tensor, dict[str, Any]]]:
@@ -149,6 +237,10 @@ def _layer_arguments(state: Attachment, ids: Tensor, positions: Tensor) -> list[
         if threading.get_ident() != me:  # somebody else's forward
             return
         named = _compat.bind_arguments(layer.forward, args, kwargs)
+        if "hidden_states" not in named:
+            raise UnsupportedModelError(
+                f"{type(layer).__name__} has no argument hidden_states to narrow; use full prefill for this model"
+            )
         seen.append((named.pop("hidden_states"), named))
 
     handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in state.layers]

@@ -26,12 +26,25 @@ from blendkv.cache import BlendedCache
 from blendkv.chunk import ChunkCache
 from blendkv.errors import UnsupportedModelError
 from blendkv.hooks import Attachment, facts_instead
-from blendkv.learning import ROTATION_BOUND, bound_of, learn, moved_error, own_keys, probe_ids, rms_ratio
+from blendkv.learning import (
+    ROTATION_BOUND,
+    bound_of,
+    learn,
+    moved_error,
+    own_states,
+    probe_ids,
+    refuse_unmovable,
+    rms_ratio,
+)
 from blendkv.rope import Rotation, on_device
 from blendkv.selectors import Random
 
 BLEND_BOUND = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Of `distance`: error of logits and of every layer's keys and values / RMS of full prefill's, by dtype."""
+
+MOVED = 23
+"""How far a whole prompt is moved: only the distances between its tokens may matter to a model (no further, or the
+rounding of angles would show)."""
 
 
 @dataclass(frozen=True)
@@ -118,11 +131,21 @@ def cut_chunk(state: Attachment, reference: Reference, start: int, stop: int) ->
 
 
 @torch.no_grad()
-def blend_error(state: Attachment, reference: Reference, ratio: float, layer: int = 0, seed: int = 0) -> float:
-    """`distance` from full prefill of a blend of exact chunks with random rows kept from `layer` on."""
+def blend_error(
+    state: Attachment,
+    reference: Reference,
+    ratio: float,
+    layer: int = 0,
+    seed: int = 0,
+    source: Reference | None = None,
+) -> float:
+    """`distance` from full prefill of a blend of exact chunks with random rows kept from `layer` on.
+
+    The chunks are cut out of `source`, a prefill of the same ids that may lie elsewhere, or of `reference` itself.
+    """
     length = reference.ids.shape[1]
     borders = [length // 8, length // 2, length - length // 8]
-    chunks = [cut_chunk(state, reference, a, b) for a, b in pairwise(borders)]
+    chunks = [cut_chunk(state, source or reference, a, b) for a, b in pairwise(borders)]
     schedule = {layer: ratio} if ratio < 1 else {}
     cache = BlendedCache(chunks, selector=Random(seed), check_layers=schedule, reserve=1)
     logits = run(state, reference.ids, reference.positions, cache)
@@ -138,7 +161,7 @@ def offsets(state: Attachment, tokens: int) -> tuple[int, int]:
 
 
 def exactness_checks(state: Attachment, tokens: int = 64) -> Iterator[Check]:
-    """Re-rotation on every layer, exact keys and values staying exact, ratio 1, and the negative control."""
+    """Re-rotation, exact keys and values staying exact in place and when moved, ratio 1, and the negative control."""
     bound, blend_bound = (bound_of(bounds, state.facts.dtype) for bounds in (ROTATION_BOUND, BLEND_BOUND))
     yield from rotation_checks(state, tokens, bound)
     ids = probe_ids(state, tokens, seed=1)
@@ -150,6 +173,8 @@ def exactness_checks(state: Attachment, tokens: int = 64) -> Iterator[Check]:
     error = blend_error(state, reference, 1.0)
     yield most("ratio 1 equals full prefill", error, blend_bound)
     yield negative_control(state, reference, bound)
+    here, there = (full_prefill(state, ids, offset) for offset in (0, MOVED))
+    yield most(f"exact KV moved by {MOVED} stays exact", blend_error(state, there, 0.15, source=here), blend_bound)
 
 
 def distance(logits: Tensor, cache: Any, reference: Reference) -> float:
@@ -180,15 +205,15 @@ def _median_error(value: Tensor, reference: Tensor) -> float:
 
 @torch.no_grad()
 def rotation_checks(state: Attachment, tokens: int, bound: float) -> Iterator[Check]:
-    """One check a layer: keys moved to two other places against the model's own keys there."""
+    """One check a layer: keys moved to two other places, and values as they are, against the model's own there."""
     facts = state.facts
     ids = probe_ids(state, 16)
     here = torch.arange(16, device=ids.device)[None]
     worst = [0.0] * len(state.layers)
     for offset in (1000 % offsets(state, tokens)[1] + 1, offsets(state, 16)[1]):
-        for i, (own_here, own_there) in enumerate(own_keys(state, ids, here, here + offset)):
-            error = moved_error(facts.rotations[i], facts.rotary, own_here, here, own_there, here + offset)
-            worst[i] = max(worst[i], error)
+        for i, (own_here, own_there) in enumerate(own_states(state, ids, here, here + offset)):
+            error = moved_error(facts.rotations[i], facts.rotary, own_here[0], here, own_there[0], here + offset)
+            worst[i] = max(worst[i], error, rms_ratio(own_here[1], own_there[1]))
     for i, error in enumerate(worst):
         rotation = facts.rotations[i]
         yield most(f"rotation of layer {i}", error, bound, f"{rotation.pairing} {rotation.layer_type or ''}".strip())
@@ -231,6 +256,7 @@ def require(state: Attachment) -> None:
         record = _record_path(state)
         if _remembered(record):
             return
+        refuse_unmovable(state)
         for check in exactness_checks(state):
             checks.append(check)
             if not check.ok:

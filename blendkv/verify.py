@@ -71,6 +71,7 @@ def _attach_unproven(model: nn.Module) -> Attachment:
     state = Attachment(model, *find_layers(model))
     install(state)
     state.learnt, state.dtype = learning.learn(state), next(model.parameters()).dtype
+    learning.refuse_unmovable(state)
     return state
 
 

@@ -14,7 +14,7 @@ kernels.rows kernels.mass kernels.attention kernels prompt selectors.base select
 selectors stores.pool stores attention cache plan buffers graphs norms blend decoding hooks learning proof attaching
 layout prefilling library models testing passages bench bench.measure bench.tasks bench.methods bench.shapes
 bench.prompts bench.gates bench.decode bench.memory bench.results bench.kernels bench.ttft bench.table bench.plot
-bench.quality verify demo _console cli
+bench.quality verify families survey guide demo _console cli
 """
 ORDER = _ORDER.split()
 
