@@ -440,10 +440,10 @@ def _shaped(shape: str, dtype: str, device: str) -> Any:
     from blendkv.bench.shapes import SHAPES, shape_model
 
     _one_of("--shape", shape, SHAPES)
-    if dtype == "auto" or device == "auto":
-        raise typer.BadParameter("a shape has no dtype or device of its own: name them", param_hint="--dtype, --device")
+    if dtype == "auto":
+        raise typer.BadParameter("a shape has no dtype of its own: name one", param_hint="--dtype")
     _one_of("--dtype", dtype, DTYPES)
-    _check_device(device)
+    _check_device("cuda" if device == "auto" else device)
     import torch
 
     return shape_model(shape, dtype=getattr(torch, dtype), device=device)

@@ -84,6 +84,13 @@ def device_name(device: torch.device) -> str:
     return f"{_processor()}, {threads} thread{'s' * (threads > 1)}"
 
 
+def model_device_name(model: torch.nn.Module) -> str:
+    """`device_name` of a model; with the number of cards if it is spread over several."""
+    devices = list(dict.fromkeys(p.device for p in model.parameters()))
+    name = device_name(devices[0])
+    return name if len(devices) == 1 else f"{len(devices)} x {name}"
+
+
 def versions() -> dict[str, str]:
     """Of what decides a figure."""
     return {"blendkv": __version__, "torch": torch.__version__, "transformers": transformers.__version__}

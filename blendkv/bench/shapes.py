@@ -164,13 +164,17 @@ def shape_model(
     Args:
         name: one of `SHAPES`.
         dtype: of the weights.
-        device: of the weights.
+        device: of the weights; "auto" spreads the layers evenly over all CUDA devices, as `device_map` does.
         attn_implementation: as in `from_pretrained`.
         seed: of the weights; they are the same each time on the same kind of device.
 
     Raises:
-        ValueError: for an unknown name.
+        ValueError: for an unknown name, or "auto" without CUDA devices.
     """
+    if device == "auto":
+        return _spread(
+            shape_model(name, dtype=dtype, device="cuda:0", attn_implementation=attn_implementation, seed=seed)
+        )
     config, device = shape_config(name), torch.device(device)
     build: Any = AutoModelForCausalLM.from_config
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
@@ -180,3 +184,13 @@ def shape_model(
             if module_name.endswith(("q_norm", "k_norm")) and isinstance(module.weight, nn.Parameter):
                 nn.init.uniform_(module.weight, 0.5, 1.5)
     return model.eval().requires_grad_(False)
+
+
+def _spread(model: Any) -> PreTrainedModel:
+    """Layers in equal shares on every CUDA device; embeddings with the first, the head with the last."""
+    from accelerate import dispatch_model
+
+    count, layers = torch.cuda.device_count(), model.config.num_hidden_layers
+    places = {f"model.layers.{i}": i * count // layers for i in range(layers)}
+    ends = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": count - 1, "lm_head": count - 1}
+    return dispatch_model(model, places | ends)

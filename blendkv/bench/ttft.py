@@ -18,7 +18,7 @@ from blendkv.bench.measure import PeakMemory, median, time_to_first_token
 from blendkv.bench.memory import RESERVE, Peak, expected_peak
 from blendkv.bench.methods import METHODS, Answerer, Blend, Case, Full, Method, make_methods
 from blendkv.bench.prompts import check_pool, pool_name, random_case
-from blendkv.bench.results import Row, device_name, versions
+from blendkv.bench.results import Row, model_device_name, versions
 from blendkv.selectors import HKVD, Selector
 
 STATES_GATE_TOKENS = 2048, 8192
@@ -183,13 +183,12 @@ class _Bench:
 
     def _row(self, case: Case, method: Method, mine: _Measured, full: _Measured, report) -> Row:
         shape, facts = _model_shape(case.model), attachment_of(case.model).facts
-        device = next(case.model.parameters()).device
         ttft_s, full_s = median(mine.seconds), median(full.seconds)
         limit = method.flop_limit(shape, case) if shape is not None else math.nan
         rate, full_rate = (median(m.rates) if m.rates else None for m in (mine, full))
         token_bytes = sum(h * (k + v) for h, k, v in facts.sizes) * facts.dtype.itemsize
         return {
-            "device": device_name(device),
+            "device": model_device_name(case.model),
             "shape": self.shape,
             "dtype": str(facts.dtype).removeprefix("torch."),
             "method": method.name,
