@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from blendkv import _compat, kernels
 from blendkv.attention import RowMask
+from blendkv.waits import Waits
 
 SHAPES = 24
 """Shapes remembered; the least recently used goes first."""
@@ -136,10 +137,24 @@ class LayerGraphs:
                 graph.capture_begin(pool=self._pools[device], capture_error_mode="thread_local")
                 try:
                     out = run()
-                finally:
-                    graph.capture_end()
+                except BaseException:
+                    self._abandon(device, graph)
+                    raise
+                graph.capture_end()
             torch.cuda.current_stream(device).wait_stream(stream)
         return graph, out
+
+    def _abandon(self, device: torch.device, graph: torch.cuda.CUDAGraph) -> None:
+        """Clears up after a recording that failed: torch would go on as if it were under way."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            torch._C._cuda_endAllocateToPool(device.index, self._pools[device])
+        self._pools[device] = torch.cuda.graph_pool_handle()
+        whole = torch.cuda.CUDAGraph()  # one that succeeds puts the random generator right
+        whole.capture_begin(pool=self._pools[device], capture_error_mode="thread_local")
+        torch.zeros(1, device=device)
+        whole.capture_end()
 
 
 class GraphPass:
@@ -237,8 +252,12 @@ class GraphPass:
         """Runs as usual on the graph's own tensors, then records the same."""
         device = self.graphs.devices[layer_idx]
         kwargs = kwargs | {name: self._value(shape, device, value) for name, value in inputs.items()}
-        output = forward(own, **kwargs)
+        with Waits() as waits:
+            output = forward(own, **kwargs)
         hidden, wrap = _unwrap(output)
+        if waits.first is not None:
+            self.graphs.refused[layer_idx] = f"{waits.first} makes the host wait"
+            return output
         if hidden is None or hidden.shape != own.shape:
             self.graphs.refused[layer_idx] = "its output is more than hidden states"
             return output

@@ -23,7 +23,7 @@ from blendkv.cache import BlendedCache, BlendedLayer
 from blendkv.decoding import Step
 from blendkv.errors import NotAttachedError, UnsupportedModelError
 from blendkv.graphs import GraphPass, LayerGraphs, devices_of
-from blendkv.norms import fuse, unfuse
+from blendkv.norms import fuse, restore_forward, unfuse
 from blendkv.weights import Fingerprints
 
 STATE = "_blendkv_attachment"
@@ -151,13 +151,6 @@ class LayerForward:
             return self.own(*args, **kwargs)
         return work.graphs.run(self.layer_idx, self.own, args[0], kwargs, partial(work.note, self.layer_idx))
 
-    def remove_from(self, layer: nn.Module) -> None:
-        """Puts back what was there before."""
-        if getattr(self.own, "__func__", None) is type(layer).forward:
-            del layer.__dict__["forward"]
-        else:
-            layer.forward = self.own
-
 
 def require_eval(model: Any) -> None:
     """Refuses a model in training mode: dropout would make stored and fresh states differ.
@@ -220,7 +213,7 @@ def uninstall(state: Attachment) -> None:
     unfuse(state.layers)
     for layer in state.layers:
         if isinstance(forward := layer.__dict__.get("forward"), LayerForward):
-            forward.remove_from(layer)
+            restore_forward(layer, forward.own)
     for name in state.wrapped:
         state.model.__dict__.pop(name, None)
 

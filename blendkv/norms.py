@@ -30,7 +30,7 @@ class FusedNorm:
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """As `forward`."""
-        if args or kwargs or not blending.get():
+        if args or kwargs or not blending.get() or hidden_states.device != self.module.weight.device:
             return self.own(hidden_states, *args, **kwargs)
         return self.fused(hidden_states)
 
@@ -52,8 +52,16 @@ def unfuse(layers: Iterable[nn.Module]) -> None:
     """Undoes `fuse`."""
     for layer in layers:
         for module in layer.modules():
-            if isinstance(module.__dict__.get("forward"), FusedNorm):
-                del module.__dict__["forward"]
+            if isinstance(norm := module.__dict__.get("forward"), FusedNorm):
+                restore_forward(module, norm.own)
+
+
+def restore_forward(module: nn.Module, own: Any) -> None:
+    """Puts back a forward that was replaced on an instance: its class's, or another one that was there before."""
+    if getattr(own, "__func__", None) is type(module).forward:
+        del module.__dict__["forward"]
+    else:
+        module.__dict__["forward"] = own
 
 
 def _candidates(layers: Iterable[nn.Module]) -> Iterator[nn.Module]:
@@ -61,8 +69,8 @@ def _candidates(layers: Iterable[nn.Module]) -> Iterator[nn.Module]:
     for layer in layers:
         for module in layer.modules():
             weights = dict(module.named_parameters())
-            if list(weights) != ["weight"] or "forward" in module.__dict__:
-                continue
+            if list(weights) != ["weight"] or ("forward" in module.__dict__ and not hasattr(module, "_hf_hook")):
+                continue  # accelerate's hook only moves what is elsewhere, and this module's input is not
             weight = weights["weight"]
             has_epsilon = any(hasattr(module, name) for name in EPSILON)
             if weight.is_cuda and weight.ndim == 1 and weight.dtype in AGREES and has_epsilon:
