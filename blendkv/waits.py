@@ -26,12 +26,16 @@ SIZES = {
 class Waits(TorchDispatchMode):
     """Notes, in this thread, the first operation of a block that would wait.
 
+    Args:
+        device_type: of the tensors that are waited for.
+
     Attributes:
-        first: its name, or None.
+        first: the operation's name, or None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str = "cuda") -> None:
         super().__init__()
+        self.device_type = device_type
         self.first: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -41,9 +45,8 @@ class Waits(TorchDispatchMode):
             self.first = func.overloadpacket.__name__
         return out
 
-    @staticmethod
-    def _waits(func: Any, given: list[Tensor], out: Any) -> bool:
-        on_device = [t for t in given if t.is_cuda]
+    def _waits(self, func: Any, given: list[Tensor], out: Any) -> bool:
+        on_device = [t for t in given if t.device.type == self.device_type]
         if not on_device:
             return False
         name = func.overloadpacket.__name__
@@ -51,7 +54,7 @@ class Waits(TorchDispatchMode):
             return True
         results = list(tensors((out,)))
         returned = bool(func._schema.returns)
-        return returned and (not results or any(not t.is_cuda for t in results))
+        return returned and (not results or any(t.device.type != self.device_type for t in results))
 
 
 def tensors(values: Any) -> Iterator[Tensor]:
