@@ -21,7 +21,7 @@ from blendkv import _compat, attention
 from blendkv.blend import Blend, ModelFacts, kernels_unusable, take_rows
 from blendkv.cache import BlendedCache, BlendedLayer
 from blendkv.decoding import Step
-from blendkv.errors import NotAttachedError, UnsupportedModelError
+from blendkv.errors import NotAttachedError, UnsupportedModelError, refuse_compiled
 from blendkv.graphs import GraphPass, LayerGraphs, devices_of
 from blendkv.norms import fuse, unfuse
 from blendkv.weights import Fingerprints
@@ -277,6 +277,7 @@ def _before_model(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None
     cache = _compat.cache_in(args, kwargs)
     if not isinstance(cache, BlendedCache):
         return
+    refuse_compiled()
     if kwargs.get("output_router_logits"):
         raise ValueError("a BlendedCache has no router logits for reused tokens: leave out output_router_logits")
     if kwargs.get("labels") is not None:
@@ -296,6 +297,7 @@ def _before_decoder(state: Attachment, decoder: nn.Module, args: tuple, kwargs: 
     cache = _compat.cache_in(args, kwargs)
     if not isinstance(cache, BlendedCache):
         return None
+    refuse_compiled()
     cache.check_usable()
     named = _compat.bind_arguments(decoder.forward, args, kwargs)
     mask, position_ids = named.get("attention_mask"), named.get("position_ids")
@@ -375,6 +377,7 @@ def _before_layer(layer_idx: int, layer: nn.Module, args: tuple, kwargs: dict[st
     cache = _compat.cache_in(args, kwargs)
     if not isinstance(cache, BlendedCache) or cache.work is None:
         return None
+    refuse_compiled()
     blend = cache.work
     kwargs = dict(kwargs) if len(args) == 1 else _compat.bind_arguments(layer.forward, args, kwargs)
     hidden, mask = args[0] if len(args) == 1 else kwargs.pop("hidden_states"), kwargs.get("attention_mask")
