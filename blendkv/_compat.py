@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.masking_utils import causal_mask_function as causal_mask_function
 
 TRANSFORMERS_VERSION = transformers.__version__
-CACHE_NAMES = ("cache", "past_key_values")
+CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")
 
 CACHE_ARG = "cache" if Version(TRANSFORMERS_VERSION) >= Version("5.24") else "past_key_values"
 """The keyword under which the installed transformers wants the cache in `generate` and `forward`."""
@@ -41,6 +41,11 @@ def cache_keyword(forward: Callable) -> str:
     """The name under which `forward` takes its cache."""
     names = parameter_names(forward)
     return next((name for name in CACHE_NAMES if name in names), CACHE_ARG)
+
+
+def has_rows(argument: str) -> bool:
+    """Whether what a decoder layer is given under this name has one row a token, as its hidden states have."""
+    return argument.startswith(("position_ids", "position_embeddings", "per_layer_input"))
 
 
 def parameter_names(forward: Callable) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,8 +27,12 @@ row only. Small blocks skip more keys, large ones need fewer launches."""
 MASK_BYTES = 256 * 2**20
 """Most bytes of masks kept from layer to layer."""
 
-blending: ContextVar[bool] = ContextVar("blendkv_blending", default=False)
-"""True while a forward of this context fills a `BlendedCache`: masks are then made lazily."""
+blending: ContextVar[Literal["lazy", "dense"] | None] = ContextVar("blendkv_blending", default=None)
+"""How masks are made while a forward of this context fills a `BlendedCache`; None in any other forward.
+
+"lazy" is for the attention functions of `register`, "dense" (never left out) for attention that a modeling file writes
+itself.
+"""
 
 
 @dataclass(frozen=True)
@@ -215,7 +219,7 @@ def scattered_sdpa(
         )
         for rows, keys, additive in mask.blocks(query, groups, key.shape[2])
     ]
-    return torch.cat(parts, dim=2).view(b, h, s, groups, -1).transpose(1, 2).reshape(b, s, q, -1)
+    return torch.cat(parts, dim=2).view(b, h, s, groups, -1).transpose(1, 2).reshape(b, s, q, -1).contiguous()
 
 
 def scattered_eager(base: Callable, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: RowMask, **kw):
@@ -248,7 +252,10 @@ def scattered_kernel(query: Tensor, key: Tensor, value: Tensor, mask: RowMask, l
         )
 
 
-def _attention(base_name: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kw: Any):
+def _attention(
+    base_name: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kw: Any
+):
+    mask = attention_mask  # the name under which AFMoE passes it
     base = _compat.attention_functions(base_name)[0] or _compat.eager_attention(module)
     if not isinstance(mask, RowMask):
         return base(module, query, key, value, mask, **kw)
@@ -266,9 +273,9 @@ def _layer_idx(module: Any) -> int:
 
 
 def _mask(base_name: str, **kw: Any) -> Any:
-    make = partial(_compat.attention_functions(base_name)[1], **kw)
-    if not blending.get():
-        return make()
+    make, how = partial(_compat.attention_functions(base_name)[1], **kw), blending.get()
+    if how != "lazy":
+        return make() if how is None else make(allow_is_causal_skip=False)
     return LazyMask(make, kw["mask_function"], kw.get("attention_mask"), kw.get("local_size"))
 
 

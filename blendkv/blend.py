@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -92,6 +92,8 @@ class Blend:
         """Whether somebody reads the last layer's output for more than the last `logits_to_keep` rows."""
         self.collects = False
         """Whether somebody wants the hidden states or attentions of every layer."""
+        self.masks: Literal["lazy", "dense"] = "lazy"
+        """What layers are given as a mask (`attention.blending`)."""
         self._padded = visible is not None
         self._narrowed: dict[int, tuple[Any, Any]] = {}
         self._probed: dict[int, int] = {}
@@ -122,7 +124,7 @@ class Blend:
         """
         if self.graphs is not None:
             self._open.callback(self.graphs.close)
-        self._open.callback(blending.reset, blending.set(True))
+        self._open.callback(blending.reset, blending.set(self.masks))
         self._open.enter_context(self.report.clock.stage("recompute", self.ids.device))
         facts, reason = self.facts, kernels_unusable(self.facts, devices)
         given = (self.cache.blended, facts.rotations, facts.rotary, self.positions, self.plans, self.report.clock)
@@ -270,6 +272,14 @@ class Blend:
         if id(value) not in self._narrowed:
             self._narrowed[id(value)] = value, take_rows(value, self.rows)
         return self._narrowed[id(value)][1]
+
+    def narrow_mask(self, mask: Tensor) -> Tensor:
+        """The current rows of a mask `[B or 1, H or 1, T, keys]`; made once for all layers that share it."""
+        if self.rows is None:
+            return mask
+        if id(mask) not in self._narrowed:
+            self._narrowed[id(mask)] = mask, take_rows(mask.transpose(1, 2), self.rows).transpose(1, 2)
+        return self._narrowed[id(mask)][1]
 
     def row_mask(self, lazy: LazyMask, layer_idx: int) -> RowMask:
         """The mask of the current rows for a layer that would have been given `lazy`."""

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from blendkv import _compat
 from blendkv.chunk import ChunkCache, MissingChunk
-from blendkv.errors import CacheStateError, NotAttachedError
+from blendkv.errors import CacheStateError, NotAttachedError, refuse_compiled
 from blendkv.report import BlendReport
 from blendkv.selectors import Selector, get_selector
 
@@ -224,6 +224,7 @@ class BlendedCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Takes the fresh `[B, H, S, D]` states of a layer; returns those of the whole prompt so far."""
+        refuse_compiled()
         if self.work is not None:
             return self.work.fill(layer_idx, key_states, value_states)
         self.check_usable()

@@ -41,7 +41,7 @@ class Step:
         fill_tables(self.graphs.tables, self.cache.blended, self.start + 1)
         device = self.cache.blended[0].device
         self.graphs.enter(torch.full((self.batch, 1), self.start, dtype=torch.int64, device=device))
-        self._open.callback(blending.reset, blending.set(True))
+        self._open.callback(blending.reset, blending.set("lazy"))
 
     def end(self) -> None:
         """The forward is over, well or not."""

@@ -218,7 +218,7 @@ class GraphPass:
         if mask.padded:
             return forward(hidden, **kwargs)
         device = self.graphs.devices[layer_idx]
-        moving = {name: value for name, value in kwargs.items() if name.startswith("position_")}
+        moving = {name: value for name, value in kwargs.items() if _compat.has_rows(name)}
         plain = {
             n: v for n, v in kwargs.items() if n not in moving and n not in ("attention_mask", *_compat.CACHE_NAMES)
         }

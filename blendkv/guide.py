@@ -32,7 +32,6 @@ REASONS: tuple[tuple[str, str, str], ...] = (
     ("never updates its cache", "layers that take their cache under an unknown name", FULL),
     ("has no argument hidden_states", "layers that call their input otherwise", FULL),
     ("decoder layers with a layer_idx", "models whose layers do not take turns in one list", FULL),
-    ("not a transformers model", "`get_decoder()` that gives something else", FULL),
     ("own attention mask", "models that make their masks themselves", FULL),
     ("could not be run with narrowed rows", "attention written by hand, that wants a mask of all rows", FULL),
     ("failed the proof", "whatever else blends wrongly", FULL),

@@ -11,7 +11,7 @@ import os
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from blendkv import _compat, attention
 from blendkv.blend import Blend, ModelFacts, kernels_unusable, take_rows
 from blendkv.cache import BlendedCache, BlendedLayer
 from blendkv.decoding import Step
-from blendkv.errors import NotAttachedError, UnsupportedModelError
+from blendkv.errors import NotAttachedError, UnsupportedModelError, refuse_compiled
 from blendkv.graphs import GraphPass, LayerGraphs, devices_of
 from blendkv.norms import fuse, restore_forward, unfuse
 from blendkv.weights import Fingerprints
@@ -70,7 +70,10 @@ def stopped_pass(layer: nn.Module, hidden: Tensor, kwargs: dict[str, Any]) -> tu
         layer.forward(hidden, **kwargs)
     except _Stop as stop:
         return stop.states
-    raise UnsupportedModelError(f"{type(layer).__name__} never updates its cache: it has no keys and values to blend")
+    raise UnsupportedModelError(
+        f"{type(layer).__name__} never updates its cache: it has no keys and values to blend; use full "
+        "prefill for this model"
+    )
 
 
 @dataclass
@@ -102,6 +105,8 @@ class Attachment:
         """CUDA graphs of the layers, if this model can use them; `facts` or `unchanged` was asked just before."""
         if not self.proven or self.learnt is None or os.environ.get("BLENDKV_GRAPHS", "") == "off":
             return None
+        if self.masks != "lazy":
+            return None
         if not all(isinstance(layer.__dict__.get("forward"), LayerForward) for layer in self.layers):
             return None
         if self.graphs is None:
@@ -111,6 +116,11 @@ class Attachment:
             row_flops = None if shape is None else sum(la.row_flops for la in shape.layers) / len(shape.layers)
             self.graphs = LayerGraphs(self.devices, self.layers, row_flops)
         return self.graphs.open()
+
+    @property
+    def masks(self) -> Literal["lazy", "dense"]:
+        """How masks are made for a blend: a model whose attention is its own code wants tensors."""
+        return "lazy" if getattr(self.model, "_supports_attention_backend", False) else "dense"
 
     @property
     def config(self) -> Any:
@@ -169,6 +179,8 @@ def find_layers(model: Any) -> tuple[Any, list[nn.Module]]:
         UnsupportedModelError: if there is no list of layers with attention in them.
     """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    if not hasattr(decoder, "config"):  # ModernBERT-decoder calls its head the decoder
+        decoder = model.base_model
     config = decoder.config
     for name, module in decoder.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == config.get_text_config().num_hidden_layers:
@@ -177,7 +189,7 @@ def find_layers(model: Any) -> tuple[Any, list[nn.Module]]:
                 return parent, list(module)
     raise UnsupportedModelError(
         f"{type(model).__name__} has no list of {config.get_text_config().num_hidden_layers} decoder layers with a "
-        "layer_idx: blendkv works on decoder-only transformers models"
+        "layer_idx: blendkv works on decoder-only transformers models; use full prefill for this model"
     )
 
 
@@ -206,8 +218,7 @@ def uninstall(state: Attachment) -> None:
     """Removes every trace of `install`."""
     for handle in state.handles:
         handle.remove()
-    for config in state.configs:
-        config._attn_implementation_internal = config._attn_implementation.removeprefix(attention.PREFIX)
+    unswitch_attention(state)
     for owner in (state.model, state.decoder):
         owner.__dict__.pop(STATE, None)
     unfuse(state.layers)
@@ -224,6 +235,12 @@ def switch_attention(state: Attachment) -> None:
         name = config._attn_implementation
         if not name.startswith(attention.PREFIX):
             config._attn_implementation_internal = attention.register(name)
+
+
+def unswitch_attention(state: Attachment) -> None:
+    """Sends attention where the user has set it."""
+    for config in state.configs:
+        config._attn_implementation_internal = config._attn_implementation.removeprefix(attention.PREFIX)
 
 
 # -- what `generate` is about to do -----------------------------------------------------------------------------------
@@ -253,6 +270,7 @@ def _before_model(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None
     cache = _compat.cache_in(args, kwargs)
     if not isinstance(cache, BlendedCache):
         return
+    refuse_compiled()
     if kwargs.get("output_router_logits"):
         raise ValueError("a BlendedCache has no router logits for reused tokens: leave out output_router_logits")
     if kwargs.get("labels") is not None:
@@ -268,10 +286,11 @@ def _before_model(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None
 def _before_decoder(state: Attachment, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]):
     """Starts the blend of an empty `BlendedCache`, or records the ids that a filled one is given."""
     if attention.blending.get():  # a forward before this one was interrupted where no hook could clean up
-        attention.blending.set(False)
+        attention.blending.set(None)
     cache = _compat.cache_in(args, kwargs)
     if not isinstance(cache, BlendedCache):
         return None
+    refuse_compiled()
     cache.check_usable()
     named = _compat.bind_arguments(decoder.forward, args, kwargs)
     mask, position_ids = named.get("attention_mask"), named.get("position_ids")
@@ -291,6 +310,7 @@ def _before_decoder(state: Attachment, decoder: nn.Module, args: tuple, kwargs: 
         raise ValueError(f"{ids.shape[1]} input_ids, but position_ids for {position_ids.shape[-1]}: pass one for each")
     visible = None if mask is None or bool(mask.bool().all()) else mask.bool()
     blend = Blend(cache, state.facts, ids, position_ids.expand(ids.shape), visible)
+    blend.masks = state.masks
     blend.collects = _collects(state, named)
     blend.reads_all = cache.logits_to_keep is None or blend.collects
     cache.layers = [BlendedLayer(cache.reserve) for _ in state.layers]
@@ -350,6 +370,7 @@ def _before_layer(layer_idx: int, layer: nn.Module, args: tuple, kwargs: dict[st
     cache = _compat.cache_in(args, kwargs)
     if not isinstance(cache, BlendedCache) or cache.work is None:
         return None
+    refuse_compiled()
     blend = cache.work
     kwargs = dict(kwargs) if len(args) == 1 else _compat.bind_arguments(layer.forward, args, kwargs)
     hidden, mask = args[0] if len(args) == 1 else kwargs.pop("hidden_states"), kwargs.get("attention_mask")
@@ -371,17 +392,20 @@ def _before_layer(layer_idx: int, layer: nn.Module, args: tuple, kwargs: dict[st
         blend.fill(layer_idx, *stopped_pass(layer, hidden, narrowed | {"attention_mask": None}))
         hidden = take_rows(hidden, blend.select_last())
         narrowed = _narrow(blend, kwargs)
-    if not isinstance(mask, attention.LazyMask):
+    if isinstance(mask, attention.LazyMask):
+        narrowed["attention_mask"] = mask.dense() if blend.rows is None else blend.row_mask(mask, layer_idx)
+    elif blend.masks == "dense" and isinstance(mask, Tensor) and mask.shape[2:3] == (blend.length,):
+        narrowed["attention_mask"] = blend.narrow_mask(mask)
+    else:
         raise UnsupportedModelError(
             f"layer {layer_idx} ({type(layer).__name__}) makes its own attention mask, which cannot be narrowed exactly"
         )
-    narrowed["attention_mask"] = mask.dense() if blend.rows is None else blend.row_mask(mask, layer_idx)
     return (hidden,), narrowed
 
 
 def _narrow(blend: Blend, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Position ids and embeddings of the rows computed; everything else as it is."""
-    return {k: blend.narrow(v) if k.startswith("position_") else v for k, v in kwargs.items()}
+    """What has a row for each token, for the rows computed; everything else as it is."""
+    return {k: blend.narrow(v) if _compat.has_rows(k) else v for k, v in kwargs.items()}
 
 
 def _after_decoder(decoder: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:

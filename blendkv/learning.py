@@ -45,7 +45,6 @@ def refuse_impossible(model: nn.Module) -> None:
         raise UnsupportedModelError(
             f"{type(model).__name__} is an encoder-decoder: only decoder-only models are blended"
         )
-    _refuse_decoder(model)
     text = config.get_text_config()
     for name in ("layer_types", "layers_block_type", "block_types"):
         strange = sorted({str(t) for t in getattr(text, name, None) or ()} - set(KNOWN_LAYER_TYPES))
@@ -82,16 +81,6 @@ def refuse_impossible(model: nn.Module) -> None:
                 "single tokens; use full prefill for this model"
             )
     refuse_length_dependent(text)
-
-
-def _refuse_decoder(model: Any) -> None:
-    """Refuses a model whose `get_decoder` gives something that is no decoder."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    if not hasattr(decoder, "config"):
-        raise UnsupportedModelError(
-            f"{type(model).__name__}.get_decoder() gives a {type(decoder).__name__}, not a transformers model: blendkv "
-            "cannot find the layers; use full prefill for this model"
-        )
 
 
 def _default_layers(config: Any) -> list:
@@ -147,7 +136,7 @@ def refuse_unmovable(state: Attachment) -> None:
         )
     for i, (_, named) in enumerate(behind):
         for argument, value in named.items():
-            narrowed = argument.startswith("position_") or argument == "attention_mask"
+            narrowed = _compat.has_rows(argument) or argument == "attention_mask"
             if not narrowed and isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == tokens:
                 raise UnsupportedModelError(
                     f"{name}: layer {i} is given {argument!r} for every token, which is not narrowed to the rows that "

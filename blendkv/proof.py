@@ -25,7 +25,7 @@ from blendkv.attention import PREFIX
 from blendkv.cache import BlendedCache
 from blendkv.chunk import ChunkCache
 from blendkv.errors import UnsupportedModelError
-from blendkv.hooks import Attachment, facts_instead
+from blendkv.hooks import Attachment, facts_instead, switch_attention, unswitch_attention
 from blendkv.learning import (
     ROTATION_BOUND,
     bound_of,
@@ -154,6 +154,21 @@ def blend_error(
     return distance(logits, cache, reference)
 
 
+@torch.no_grad()
+def ordinary_use_check(state: Attachment, bound: float) -> Check:
+    """Logits of a batch, padded and not, with no blend, are what they were before attention was switched."""
+    ids = torch.cat([probe_ids(state, 12, seed) for seed in (3, 4)])
+    padded = torch.ones_like(ids)
+    padded[0, :5] = 0
+    before, after = [], []
+    for switch, found in ((unswitch_attention, before), (switch_attention, after)):
+        switch(state)
+        for mask in (None, padded):
+            output = state.model(input_ids=ids, attention_mask=mask, use_cache=False)
+            found.append((output.logits if hasattr(output, "logits") else output.last_hidden_state)[:, -1])
+    return most("ordinary use stays as it was", max(map(rms_ratio, after, before)), bound)
+
+
 def offsets(state: Attachment, tokens: int) -> tuple[int, int]:
     """Position offsets to prove at: 0, and as near the model's longest position as `tokens` allow."""
     longest = getattr(state.config, "max_position_embeddings", None) or 4 * tokens
@@ -163,6 +178,7 @@ def offsets(state: Attachment, tokens: int) -> tuple[int, int]:
 def exactness_checks(state: Attachment, tokens: int = 64) -> Iterator[Check]:
     """Re-rotation, exact keys and values staying exact in place and when moved, ratio 1, and the negative control."""
     bound, blend_bound = (bound_of(bounds, state.facts.dtype) for bounds in (ROTATION_BOUND, BLEND_BOUND))
+    yield ordinary_use_check(state, bound)
     yield from rotation_checks(state, tokens, bound)
     ids = probe_ids(state, tokens, seed=1)
     for offset in offsets(state, tokens):
@@ -265,17 +281,24 @@ def require(state: Attachment) -> None:
         raise
     except Exception as error:
         raise UnsupportedModelError(
-            f"{type(state.model).__name__} could not be run with narrowed rows ({type(error).__name__}: {error}); use "
-            "full prefill for this model"
+            f"{type(state.model).__name__} could not be run with narrowed rows ({type(error).__name__}: {error}); "
+            f"{_instead(state)}"
         ) from error
     failed = next((check for check in checks if not check.ok), None)
     if failed is not None:
         sign = "at least" if failed.at_least else "at most"
         raise UnsupportedModelError(
             f"{type(state.model).__name__} failed the proof: {failed.name}: {failed.value:.3g}, must be {sign} "
-            f"{failed.bound:.3g}. Blending it would answer wrongly; use full prefill for this model"
+            f"{failed.bound:.3g}. Blending it would answer wrongly; {_instead(state)}"
         )
     _remember(record, checks)
+
+
+def _instead(state: Attachment) -> str:
+    """What to do about a model that failed."""
+    own_code = state.masks == "dense" and state.config._attn_implementation != f"{PREFIX}eager"
+    eager = "load it with attn_implementation='eager', or " if own_code else ""
+    return f"{eager}use full prefill for this model"
 
 
 def _record_path(state: Attachment) -> Path:

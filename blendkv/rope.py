@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Literal
 
 import torch
@@ -32,11 +33,13 @@ class Rotation:
             leaves keys alone (a NoPE layer).
         table: which columns of the rotary module's cos/sin hold each frequency once: "first" half, "even" ones, "all".
         layer_type: what the rotary module wants to be told about the layer, or None.
+        backwards: whether the angle falls as the position grows (NanoChat).
     """
 
     pairing: Literal["half", "interleaved", "none"]
     table: Literal["first", "even", "all"] = "first"
     layer_type: str | None = None
+    backwards: bool = False
 
     def angles(self, rotary: nn.Module | None, positions: Tensor) -> tuple[Tensor, Tensor] | None:
         """Scaled cosines and sines at `positions`.
@@ -56,6 +59,7 @@ class Rotation:
             cos, sin = cos[..., : cos.shape[-1] // 2], sin[..., : sin.shape[-1] // 2]
         elif self.table == "even":
             cos, sin = cos[..., ::2], sin[..., ::2]
+        sin = -sin if self.backwards else sin
         return cos[:, None].contiguous(), sin[:, None].contiguous()
 
     def rotate(self, keys: Tensor, angles: tuple[Tensor, Tensor] | None, out: Tensor | None = None) -> Tensor:
@@ -94,6 +98,25 @@ class Rotation:
         return x[..., 0 : 2 * n : 2], x[..., 1 : 2 * n : 2]
 
 
+class TableRotary(nn.Module):
+    """A rotary module around a table with sines and cosines for each position (GPT-J, CodeGen).
+
+    Args:
+        table: `[positions, 2 * n]`, sines first.
+    """
+
+    table: Tensor
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("table", table, persistent=False)
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines `[B, T, n]` at `position_ids [B, T]`."""
+        sin, cos = self.table[position_ids].chunk(2, dim=-1)
+        return cos, sin
+
+
 def rotary_tables(rotary: nn.Module, positions: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
     """Cosines and sines as the model's own rotary module makes them, but kept in fp32: `[B, T, n]` twice."""
     device = next((b.device for b in rotary.buffers()), positions.device)
@@ -110,6 +133,9 @@ def on_device(angles: tuple[Tensor, Tensor] | None, device: torch.device) -> tup
 
 def find_rotary(decoder: nn.Module) -> nn.Module | None:
     """The rotary module of a decoder, or None if it has none."""
+    for module in decoder.modules():
+        if isinstance(table := getattr(module, "embed_positions", None), Tensor):
+            return TableRotary(table)
     rotary = getattr(decoder, "rotary_emb", None)
     if rotary is None:
         rotary = next((m for n, m in decoder.named_modules() if n.endswith(("rotary_emb", "rotary_pos_emb"))), None)
@@ -117,16 +143,18 @@ def find_rotary(decoder: nn.Module) -> nn.Module | None:
 
 
 def candidates(rotary: nn.Module | None, config: Any, layer_idx: int, head_dim: int) -> Iterator[Rotation]:
-    """Every rotation that this layer could have, likeliest first; `proof.find_rotations` picks the one that fits."""
-    if rotary is not None:
+    """Every rotation that this layer could have, likeliest first; `learning.find_rotations` picks the one that fits."""
+    types = getattr(config, "layer_types", None)
+    layer_type = types[layer_idx] if types else None
+    by_type = getattr(config, "rope_parameters", None) or {}
+    if rotary is not None and by_type.get(layer_type, {}) is not None:  # None: layers of this type do not rotate
         takes_type = "layer_type" in inspect.signature(rotary.forward).parameters
-        types = getattr(config, "layer_types", None)
-        base = Rotation("half", layer_type=types[layer_idx] if takes_type and types else None)
+        base = Rotation("half", layer_type=layer_type if takes_type else None)
         width = rotary_tables(rotary, torch.zeros(1, 1, dtype=torch.long), base.layer_type)[0].shape[-1]
-        for pairing in ("half", "interleaved"):
-            for table, n in (("first", width // 2), ("even", width // 2), ("all", width)):
-                if n and 2 * n <= head_dim:
-                    yield replace(base, pairing=pairing, table=table)
+        tables = (("first", width // 2), ("even", width // 2), ("all", width))
+        for backwards, pairing, (table, n) in product((False, True), ("half", "interleaved"), tables):
+            if n and 2 * n <= head_dim:
+                yield replace(base, pairing=pairing, table=table, backwards=backwards)
     yield Rotation("none")
 
 

@@ -143,7 +143,7 @@ def test_verify_of_a_sound_model(run, model):
 def test_verify_as_a_table(run, model):
     result = run("verify", "m")
     assert result.exit_code == 0
-    assert "all 21 checks hold" in result.stdout
+    assert "all 22 checks hold" in result.stdout
 
 
 def wrong_rotation(monkeypatch):

@@ -10,22 +10,32 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from blendkv import UnsupportedModelError, attach, proof
+from blendkv import BlendedCache, UnsupportedModelError, attach, prefill, proof
 from blendkv.cli import main
 from blendkv.families import families, tiny_family
 from blendkv.guide import BEGIN, END, kind_of, write_guide
+from blendkv.selectors import Random
 from blendkv.survey import Outcome, examine, survey
+from tests.helpers import run
 
 SAMPLE = {
+    "afmoe": "proven",  # passes its mask by keyword
     "bamba": "refused",
+    "bloom": "proven",  # ALiBi
     "deepseek_v3": "refused",
+    "falcon": "proven",  # with eager attention
     "gemma2": "proven",
     "gemma3_text": "proven",
     "glm": "proven",
     "gpt2": "refused",
+    "gpt_neox": "proven",
     "gpt_oss": "proven",
+    "jetmoe": "proven",
     "llama4_text": "refused",
     "mixtral": "proven",
+    "modernbert-decoder": "proven",  # its head is called the decoder
+    "mpt": "proven",  # ALiBi, and a mask of its own kind
+    "nanochat": "proven",  # turns backwards
     "phi3": "proven",
     "llama+dynamic": "refused",
     "llama+mqa": "proven",
@@ -82,7 +92,6 @@ def test_the_same_model_each_time():
         ("llava", "embeddings of text and images"),
         ("mllama", "cross_attention_layers"),
         ("ctrl", "no argument hidden_states"),
-        ("modernbert-decoder", r"get_decoder\(\) gives a Linear"),
     ],
 )
 def test_refused_by_name(home, family, match):
@@ -98,6 +107,33 @@ def test_softcap_under_sdpa_is_refused_with_what_to_do(home, monkeypatch):
     model.config._attn_implementation_internal = "sdpa"
     with pytest.raises(UnsupportedModelError, match="attn_implementation='eager'"):
         attach(model)
+
+
+@pytest.mark.parametrize("family", ["falcon", "falcon+alibi"])
+def test_attention_that_knows_only_its_own_names_is_refused_with_what_to_do(home, family):
+    """Falcon asks whether its implementation is called "sdpa", and adds a mask of booleans to its scores if not."""
+    with pytest.raises(UnsupportedModelError, match=r"ordinary use stays as it was.*attn_implementation='eager'"):
+        attach(tiny_family(family))
+    model = tiny_family(family, attn_implementation="eager")
+    ids = torch.arange(3, 30)[None]
+    with torch.no_grad():
+        before = model(ids).logits
+        assert torch.equal(attach(model)(ids).logits, before)
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpt", "gpt_neox", "nanochat", "modernbert-decoder"])
+def test_padded_rows_of_a_batch_are_what_they_are_alone(home, family):
+    """Masks that a model makes itself, and biases by position, are those of each row."""
+    model = attach(tiny_family(family))
+    ids = torch.randint(3, 380, (2, 40), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    chunks = prefill(model, [ids[0, 5:25], ids[1, 14:34]], progress=False)
+    options = {"check_layers": {1: 0.4}, "selector": Random(2)}
+    both = run(model, ids, BlendedCache([[c] for c in chunks], **options), attention_mask=mask).logits
+    for b, row in enumerate((ids[:1], ids[1:, 9:])):
+        alone = run(model, row, BlendedCache([chunks[b]], **options)).logits
+        torch.testing.assert_close(both[b, -1], alone[0, -1], atol=1e-4, rtol=1e-4)
 
 
 def test_learned_positions_fail_the_proof_too(home, monkeypatch):

@@ -5,7 +5,14 @@ import threading
 
 import pytest
 import torch
-from transformers import TextIteratorStreamer, TextStreamer
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+    TextStreamer,
+)
 from transformers.cache_utils import DynamicCache
 
 from blendkv import BlendedCache, CacheStateError, NotAttachedError, _compat, attach, detach, prefill
@@ -111,6 +118,76 @@ def test_streamers(attached):
     thread.start()
     assert "".join(streamer) == text
     thread.join()
+
+
+def test_logits_processors_and_stopping_criteria_see_the_whole_prompt(attached, plain):
+    """What they are given, in every step, is what plain generate gives them."""
+    model, case, told = attached(), make_case(attached()), []
+
+    class Note(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            told.append(input_ids.tolist())
+            scores[:, input_ids[0, -1]] = -torch.inf  # never the same token twice
+            return scores
+
+    class Stop(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.full((len(input_ids),), input_ids.shape[1] >= case.ids.shape[1] + 7)
+
+    def both():
+        return {"logits_processor": LogitsProcessorList([Note()]), "stopping_criteria": StoppingCriteriaList([Stop()])}
+
+    want = generate(plain(), case.ids, **SCORES, **both())
+    wanted, told = told, []
+    same_scores(generate(model, case.ids, one(case), **SCORES, **both()), want)
+    assert told == wanted
+    assert len(told) == 7
+
+
+def test_threads_that_stream_from_one_model(attached):
+    """Each hears its own answer, whatever the others are at."""
+    model = attached()
+    cases = [make_case(model, seed=s) for s in range(4)]
+    wants = [generate(model, case.ids, BlendedCache(case.caches, 0.3))[0, case.ids.shape[1] :] for case in cases]
+
+    class Numbers:
+        def decode(self, ids, **kwargs):
+            return "".join(f"{int(i)} " for i in ids)
+
+    heard: dict[int, str] = {}
+
+    def ask(i: int) -> None:
+        streamer = TextIteratorStreamer(Numbers(), skip_prompt=True, timeout=60)
+        cache = BlendedCache(cases[i].caches, 0.3)
+        thread = threading.Thread(target=generate, args=(model, cases[i].ids, cache), kwargs={"streamer": streamer})
+        thread.start()
+        heard[i] = "".join(streamer)
+        thread.join()
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {i: [int(n) for n in text.split()] for i, text in heard.items()} == dict(
+        enumerate(want.tolist() for want in wants)
+    )
+
+
+def test_gradient_checkpointing():
+    """It works in training mode only, which is refused; in eval mode it changes nothing."""
+    model = attach(tiny_model("llama"))
+    case = make_case(model)
+    want = generate(model, case.ids, BlendedCache(case.caches, 0.3))
+    new_name = hasattr(model, "activation_checkpointing_enable")
+    (model.activation_checkpointing_enable if new_name else model.gradient_checkpointing_enable)()
+    assert torch.equal(generate(model, case.ids, BlendedCache(case.caches, 0.3)), want)
+    model.train()
+    for call in (run, generate):
+        with pytest.raises(ValueError, match=r"model\.eval\(\)"):
+            call(model, case.ids, BlendedCache(case.caches, 0.3))
+    with pytest.raises(ValueError, match=r"model\.eval\(\)"):
+        prefill(model, case.chunks, progress=False)
 
 
 def test_output_hidden_states_and_attentions(attached, plain):

@@ -84,28 +84,3 @@ def test_chunks_on_the_cpu_are_placed_on_the_gpu():
     assert cache.layers[0].keys.is_cuda
     assert out.shape == (1, 88)
     assert cache.report.seconds["place"] > 0
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("first", [0, 1])
-def test_layers_on_two_devices(first, tmp_path):
-    """Each layer's keys and values lie where the layer is, and the answer is that of one device."""
-    from transformers import AutoModelForCausalLM
-
-    single = tiny_model("llama")
-    single.save_pretrained(tmp_path)
-    other = 1 - first
-    device_map = {"model.embed_tokens": first, "model.rotary_emb": first, "model.norm": other, "lm_head": other}
-    device_map |= {f"model.layers.{i}": first if i < 2 else other for i in range(4)}
-    split = attach(AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device_map, dtype=torch.float32).eval())
-    single = attach(single.to(f"cuda:{first}"))
-    ids = ids_of(90).to(f"cuda:{first}")
-    outputs = []
-    for model in (single, split):
-        chunks = prefill(model, [ids[0, :40], ids[0, 40:80]], progress=False)
-        chunks = [chunk.to("cpu") for chunk in chunks]
-        cache = BlendedCache(chunks, 0.2)
-        scores = generate(model, ids, cache, output_scores=True, return_dict_in_generate=True).scores
-        outputs.append(torch.stack([s.cpu() for s in scores]))
-    assert [layer.keys.device.index for layer in cache.layers] == [first, first, other, other]
-    torch.testing.assert_close(outputs[0], outputs[1], atol=1e-3, rtol=1e-3)

@@ -85,9 +85,10 @@ def test_a_home_that_cannot_be_written(tmp_path, monkeypatch):
 
 
 def broken_rotate(self, keys, angles, out=None):
-    """Turns the wrong way."""
+    """Turns twice as far."""
     if angles is not None:
-        angles = angles[0], -angles[1]
+        cos, sin = angles
+        angles = cos.square() - sin.square(), 2 * cos * sin
     return RIGHT(self, keys, angles, out)
 
 

@@ -1,6 +1,7 @@
 """Rotation: inverse, composition, and against every family's own code."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blendkv.attaching import attachment_of
-from blendkv.learning import moved_error, own_keys, rms_ratio
-from blendkv.rope import Rotation, find_rotary, rotary_tables
+from blendkv.families import tiny_family
+from blendkv.hooks import Attachment, find_layers
+from blendkv.learning import find_rotations, moved_error, own_keys, rms_ratio
+from blendkv.rope import Rotation, candidates, find_rotary, rotary_tables
 from blendkv.testing import FAMILIES, tiny_model
 from tests.helpers import full, tokens
 from tests.test_promises import ROPES, with_rope
@@ -158,6 +161,40 @@ def test_interleaved_rotary(family):
 
     model = attach(tiny_model(family, pad_token_id=0))
     assert attachment_of(model).facts.rotations[0].pairing == "interleaved"
+
+
+def test_backwards_is_the_other_way_round():
+    """NanoChat's own function: the halves change places."""
+    rotary = find_rotary(tiny_model("llama").model)
+    keys, at = torch.randn(1, 2, 5, 16), torch.arange(5)[None] + 40
+    a, b = keys.chunk(2, dim=-1)
+    cos, sin = (t[:, None, :, :8] for t in rotary_tables(rotary, at))
+    want = torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1)
+    rotation = Rotation("half", backwards=True)
+    torch.testing.assert_close(rotation.rotate(keys, rotation.angles(rotary, at)), want)
+
+
+@pytest.mark.parametrize("family", ["gptj", "codegen"])
+def test_a_table_of_sines_and_cosines(family):
+    """GPT-J and CodeGen turn keys by a table that their attention, or a module that gives sines first, holds."""
+    model = tiny_family(family)
+    rotary = find_rotary(model.transformer)
+    cos, sin = rotary_tables(rotary, torch.tensor([[0, 3, 500]]))
+    assert torch.equal(cos[0, 0], torch.ones(4))
+    torch.testing.assert_close(sin[0, 1, 0], torch.tensor(3.0).sin())
+    state = Attachment(model, *find_layers(model))
+    rotations = find_rotations(state, rotary)
+    assert set(rotations) == {Rotation("interleaved", table="all")}
+
+
+def test_a_layer_type_without_rope_parameters_does_not_rotate():
+    rotary = find_rotary(tiny_model("llama").model)
+    config = SimpleNamespace(
+        layer_types=["full_attention", "sliding_attention"],
+        rope_parameters={"full_attention": None, "sliding_attention": {"rope_type": "default"}},
+    )
+    assert list(candidates(rotary, config, 0, 16)) == [Rotation("none")]
+    assert next(candidates(rotary, config, 1, 16)).pairing == "half"
 
 
 def test_tables_are_fp32_whatever_the_model():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 import tokenizers
 import torch
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedTokenizerFast
 from transformers.cache_utils import DynamicCache
 
@@ -32,6 +35,13 @@ def eos_free(model):
 def model_of(family: str = "llama", **overrides: Any):
     """A tiny model of a family, the same weights every time."""
     return eos_free(tiny_model(family, **overrides))
+
+
+def without_forward(model: nn.Module) -> nn.Module:
+    """The model, every module of which fails a test that runs it."""
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda module, args: pytest.fail(f"{type(module).__name__} was run"))
+    return model
 
 
 def ids_of(tokens: int, seed: int = 0, vocabulary: int = 256) -> Tensor:
@@ -118,6 +128,46 @@ def digest(chunk: ChunkCache) -> str:
     for tensor in (chunk.ids, *chunk.keys, *chunk.values):
         sha.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()
+
+
+class Held(TorchDispatchMode):
+    """Counts the bytes of every storage that an operation makes, until it is freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.alive: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given, made = (
+            [t.untyped_storage() for t in tree_leaves(part) if isinstance(t, Tensor)] for part in ((args, kwargs), out)
+        )
+        for storage in made:
+            if all(storage._cdata != other._cdata for other in given):  # no view of what was there before
+                self.count(storage)
+        return out
+
+    def count(self, storage: torch.UntypedStorage) -> None:
+        """Adds a storage that was not there before."""
+        if storage._cdata not in self.alive:
+            self.alive.add(storage._cdata)
+            self.now += storage.nbytes()
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self.free, storage._cdata, storage.nbytes())
+
+    def free(self, name: int, size: int) -> None:
+        """Takes it out again."""
+        self.alive.discard(name)
+        self.now -= size
+
+
+def peak_bytes(work) -> int:
+    """Most bytes that a call held at once, of those it made itself; what it returns is held to the end."""
+    with Held() as held:
+        kept = work()
+    assert kept is not None
+    return held.most
 
 
 class Rows(Selector):

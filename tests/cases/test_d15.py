@@ -1,12 +1,11 @@
 import pytest
 import torch
 import transformers
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from blendkv import UnsupportedModelError, attach
-from tests.cases.common import model_of
+from tests.cases.common import model_of, without_forward
 
 TINY = {
     "hidden_size": 64,
@@ -32,13 +31,6 @@ HYBRIDS = {
     "mamba2": ({"num_hidden_layers": 2, "num_heads": 8, "head_dim": 16}, "Mamba2|linear_attention"),
     "lfm2": ({"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, "conv"),
 }
-
-
-def without_forward(model: nn.Module) -> nn.Module:
-    """The model, every module of which fails a test that runs it."""
-    for module in model.modules():
-        module.register_forward_pre_hook(lambda module, args: pytest.fail(f"{type(module).__name__} was run"))
-    return model
 
 
 @pytest.mark.parametrize("family", HYBRIDS)

@@ -1,51 +1,11 @@
 import copy
-import weakref
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from blendkv import BlendedCache, attach, prefill
-from tests.cases.common import answer, assert_same_answer, forward, ids_of, model_of
+from tests.cases.common import answer, assert_same_answer, forward, ids_of, model_of, peak_bytes
 
 DOCUMENTS = [ids_of(64, seed)[0] for seed in range(100)]
-
-
-class Held(TorchDispatchMode):
-    """Counts the bytes of every storage that an operation makes, until it is freed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self.alive: set[int] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self.count(tensor.untyped_storage())
-        return out
-
-    def count(self, storage: torch.UntypedStorage) -> None:
-        """Adds a storage that was not there before."""
-        if storage._cdata not in self.alive:
-            self.alive.add(storage._cdata)
-            self.now += storage.nbytes()
-            self.most = max(self.most, self.now)
-            weakref.finalize(storage, self.free, storage._cdata, storage.nbytes())
-
-    def free(self, name: int, size: int) -> None:
-        """Takes it out again."""
-        self.alive.discard(name)
-        self.now -= size
-
-
-def peak_bytes(work) -> int:
-    """Most bytes that a call held at once, of those it made itself; what it returns is held to the end."""
-    with Held() as held:
-        kept = work()
-    assert kept
-    return held.most
 
 
 def test_d19_chunks_made_outside_no_grad_hold_no_graph():

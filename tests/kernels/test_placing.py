@@ -78,6 +78,24 @@ def test_as_the_rotation(buffers, close, device, dtype, pairing, dim, n):
         close(cache.layers[0][0][row : row + 1, :, here], want, ROUNDING[dtype])
 
 
+def test_backwards(buffers, close, device):
+    """The sine of a rotation that turns backwards comes negative: x1 cos + x2 sin, x2 cos - x1 sin."""
+    cache, placed = scene(buffers, device, torch.float32, 16, 16, 2, layers=1)
+    cos, sin = angles_of(2, TOKENS, 8, device)
+
+    def rotary(x, position_ids):
+        return torch.cat([cos, cos], -1)[:, 0], torch.cat([sin, sin], -1)[:, 0]
+
+    rotary.buffers = lambda: iter([cos])
+    angles = Rotation("half", backwards=True).angles(rotary, torch.arange(TOKENS, device=device)[None])
+    place(cache, placed, range(1), (2, 16, 16), torch.float32, "half", angles, device)
+    for chunk, offset, row, start, length in placed:
+        here = slice(start, start + length)
+        a, b = chunk.keys[0][:, offset : offset + length].chunk(2, dim=-1)
+        c, s = cos[row, :, here], sin[row, :, here]
+        close(cache.layers[0][0][row, :, here], torch.cat([a * c + b * s, b * c - a * s], -1), 1e-6)
+
+
 @pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
 def test_without_rotation_is_a_copy(buffers, device, dtype):
     cache, placed = scene(buffers, device, dtype, 20, 12, 2, layers=1)
