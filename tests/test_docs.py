@@ -36,3 +36,13 @@ def test_readme_names_files_that_are_there():
     """Links to files of this repository."""
     for link in re.findall(r"\]\(([\w./-]+)\)", (ROOT / "README.md").read_text()):
         assert (ROOT / link).exists(), link
+
+
+def test_refusals_in_the_guide_are_those_of_the_code():
+    """The middle column quotes messages as they are in the source, whatever lines they are broken into."""
+    source = " ".join(path.read_text() for path in sorted((ROOT / "blendkv").glob("*.py")))
+    source = re.sub(r'"\s+f?"', "", source)
+    table = (ROOT / "docs/guides/generate.md").read_text().partition("## What is refused")[2]
+    quoted = [line.split("|")[2].strip() for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(quoted) > 15
+    assert not [text for text in quoted if text not in source]
