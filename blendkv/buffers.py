@@ -255,7 +255,7 @@ def _gather(buffer: Tensor, rows: Tensor) -> Tensor:
 
 def _scatter(buffer: Tensor, rows: Tensor, states: Tensor) -> None:
     """Writes `[B, H, S, D]` into a buffer `[B, H, capacity, D]` at `rows [B, S]`."""
-    rows = rows.to(buffer.device)
+    rows, states = rows.to(buffer.device), states.to(buffer.dtype)  # under autocast values and keys may differ
     if rows.shape[0] == 1:
         buffer.index_copy_(2, rows[0], states)
     else:
