@@ -333,6 +333,11 @@ class Blend:
         layer = self.cache.blended[layer_idx]
         return layer.keys, layer.values
 
+    def ready(self, layer_idx: int) -> None:
+        """A CUDA graph may be about to run the layer."""
+        if self.rows is not None:
+            self.buffers.ready(layer_idx)
+
     def note(self, layer_idx: int) -> None:
         """A layer's keys and values are there, written by `fill` or by a CUDA graph."""
         if layer_idx == len(self.filled):

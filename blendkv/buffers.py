@@ -59,6 +59,9 @@ class Buffers:
     def prepare(self, first: int) -> None:
         """The plans are there, and from layer `first` on stored states are wanted."""
 
+    def ready(self, layer_idx: int) -> None:
+        """Sees to it that a CUDA graph, which places nothing, finds the layer's stored states."""
+
     def place(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
         """Writes the layer's stored keys, rotated to the prompt's positions, and values (once).
 
@@ -174,6 +177,10 @@ class KernelBuffers(Buffers):
         return self.rotations[i], self.sizes[i], self.devices[i]
 
     def place(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
+        """See `Buffers`."""
+        self.ready(layer_idx)
+
+    def ready(self, layer_idx: int) -> None:
         """See `Buffers`. Chunks that a GPU cannot read go through a copy on the device, of this layer alone."""
         if layer_idx in self.placed:
             return
@@ -255,7 +262,7 @@ def _gather(buffer: Tensor, rows: Tensor) -> Tensor:
 
 def _scatter(buffer: Tensor, rows: Tensor, states: Tensor) -> None:
     """Writes `[B, H, S, D]` into a buffer `[B, H, capacity, D]` at `rows [B, S]`."""
-    rows = rows.to(buffer.device)
+    rows, states = rows.to(buffer.device), states.to(buffer.dtype)  # under autocast values and keys may differ
     if rows.shape[0] == 1:
         buffer.index_copy_(2, rows[0], states)
     else:

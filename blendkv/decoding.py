@@ -6,15 +6,29 @@ with the user's own attention implementation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
 from torch import Tensor
 
 from blendkv.attention import LazyMask, RowMask, blending
+from blendkv.blend import ModelFacts
 from blendkv.buffers import fill_tables, scatter
 from blendkv.cache import BlendedCache
 from blendkv.graphs import GraphPass
+
+
+def fits(cache: BlendedCache, facts: ModelFacts, devices: Sequence[torch.device]) -> bool:
+    """Whether all buffers are what the kernels take them for: one filled under autocast may hold another dtype."""
+    if not len(cache.layers) == len(facts.sizes) == len(devices):
+        return False
+    return all(
+        layer.dtype == facts.dtype
+        and layer._keys.device == device
+        and (layer._keys.shape[1], layer._keys.shape[3], layer._values.shape[3]) == sizes
+        for layer, sizes, device in zip(cache.blended, facts.sizes, devices, strict=True)
+    )
 
 
 class Step:
@@ -55,6 +69,9 @@ class Step:
         self.note(layer_idx)
         layer = self.cache.blended[layer_idx]
         return layer.keys, layer.values
+
+    def ready(self, layer_idx: int) -> None:
+        """A CUDA graph may be about to run the layer: everything is in place."""
 
     def note(self, layer_idx: int) -> None:
         """A layer's keys and values are there, written by `fill` or by a CUDA graph."""

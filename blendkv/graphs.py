@@ -13,11 +13,13 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from blendkv import _compat, kernels
 from blendkv.attention import RowMask
@@ -73,7 +75,8 @@ class LayerGraphs:
 
     def __init__(self, devices: Sequence[torch.device], layers: Sequence[nn.Module], row_flops: float | None) -> None:
         self.devices, self.layers = devices, layers
-        self.tables = {d: torch.zeros(len(devices), 4, dtype=torch.int64, device=d) for d in set(devices)}
+        with torch.inference_mode(False):  # written to in every mode from now on
+            self.tables = {d: torch.zeros(len(devices), 4, dtype=torch.int64, device=d) for d in set(devices)}
         self.widest = int(LONG_SECONDS * FLOPS_PER_SECOND / row_flops) if row_flops else 1024
         self.refused: dict[int, str] = {}
         self._shapes: OrderedDict[tuple, Shape] = OrderedDict()
@@ -82,12 +85,12 @@ class LayerGraphs:
         self._done: dict[torch.device, torch.cuda.Event] = {}
         self._lock = threading.Lock()
         self._modules = [m for layer in layers for m in layer.modules() if m is not layer]
+        self._forwards = [m.__dict__.get("forward") for m in self._modules]
 
     def open(self) -> GraphPass | None:
         """Starts a pass, or None if another is under way or something here needs the ordinary run."""
-        usual = (
-            not torch.is_grad_enabled() and not torch.is_autocast_enabled("cuda") and not torch.compiler.is_compiling()
-        )
+        autocast = any(torch.is_autocast_enabled(device.type) for device in self.tables)
+        usual = not torch.is_grad_enabled() and not autocast and not torch.compiler.is_compiling()
         if not usual or self._watched() or not self._lock.acquire(blocking=False):
             return None
         for device, event in self._done.items():  # a pass on another stream may still be reading these tensors
@@ -96,11 +99,14 @@ class LayerGraphs:
 
     def close(self) -> None:
         """Ends the pass that was opened."""
-        for device in self.tables:
-            with torch.cuda.device(device):
-                event = self._done.setdefault(device, torch.cuda.Event())
-                event.record(torch.cuda.current_stream(device))
-        self._lock.release()
+        try:
+            for device in self.tables:
+                if device.type == "cuda":
+                    with torch.cuda.device(device):
+                        event = self._done.setdefault(device, torch.cuda.Event())
+                        event.record(torch.cuda.current_stream(device))
+        finally:
+            self._lock.release()
 
     def shape(self, batch: int, width: int) -> Shape:
         """What is remembered of a shape."""
@@ -111,7 +117,7 @@ class LayerGraphs:
         return found
 
     def _watched(self) -> bool:
-        """Whether somebody's hooks want to see what happens inside the layers (ours on the layers do not count)."""
+        """Whether somebody wants to see or change what happens inside the layers (our own hooks do not count)."""
         everywhere = nn.modules.module
         if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
             return True
@@ -120,7 +126,10 @@ class LayerGraphs:
         hooks = (m._forward_hooks for m in (*self.layers, *self._modules) if m._forward_hooks)
         if not all(_compat.is_idle_hook(hook) for found in hooks for hook in found.values()):
             return True
-        return any(m._forward_pre_hooks for m in self._modules)
+        if any(m._forward_pre_hooks for m in self._modules):
+            return True
+        pairs = zip(self._modules, self._forwards, strict=True)
+        return any(m.__dict__.get("forward") is not forward for m, forward in pairs)
 
     def record(self, device: torch.device, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         """Records what `run` launches on a device; returns the graph and what `run` returned."""
@@ -137,10 +146,11 @@ class LayerGraphs:
                 graph.capture_begin(pool=self._pools[device], capture_error_mode="thread_local")
                 try:
                     out = run()
+                    graph.capture_end()
                 except BaseException:
                     self._abandon(device, graph)
+                    del self._streams[device], self._pools[device]
                     raise
-                graph.capture_end()
             torch.cuda.current_stream(device).wait_stream(stream)
         return graph, out
 
@@ -164,6 +174,13 @@ class GraphPass:
         self.graphs = graphs
         self._shape: Shape | None = None
         self._loaded: dict[tuple[torch.device, int], tuple[int, Tensor]] = {}
+        self._returned: list[StorageWeakRef] = []
+        self._closed = False
+
+    def __del__(self) -> None:
+        """An interrupt is not an `Exception`: no hook ran after it."""
+        with suppress(Exception):
+            self.close()
 
     @property
     def tables(self) -> dict[torch.device, Tensor]:
@@ -171,8 +188,10 @@ class GraphPass:
         return self.graphs.tables
 
     def close(self) -> None:
-        """Lets the next pass in."""
-        self.graphs.close()
+        """Lets the next pass in (once)."""
+        if not self._closed:
+            self._closed = True
+            self.graphs.close()
 
     def width(self, rows: int) -> int:
         """How many rows to compute so that prompts of about this length share graphs (a few percent more)."""
@@ -222,12 +241,13 @@ class GraphPass:
         plain = {
             n: v for n, v in kwargs.items() if n not in moving and n not in ("attention_mask", *_compat.CACHE_NAMES)
         }
-        if not all(v is None or isinstance(v, bool | int | float | str) for v in plain.values()):
+        if not all(map(_is_constant, plain.values())) or not all(map(_is_movable, moving.values())):
             return forward(hidden, **kwargs)
         plain["mask"] = mask.band
         own = shape.hidden.get(device)
         if own is None or own.shape != hidden.shape or own.dtype != hidden.dtype:
-            shape.layers.clear()
+            if own is not None:
+                shape.layers.clear()
             with torch.inference_mode(False):
                 own = shape.hidden[device] = torch.empty_like(hidden, device=device)
         if own is not hidden:
@@ -238,7 +258,7 @@ class GraphPass:
             return forward(hidden, **kwargs)
         if recorded is None:
             return self._first(shape, layer_idx, forward, own, inputs, plain, kwargs)
-        with torch.cuda.device(device):
+        with kernels.on(device):
             if not recorded.proved:
                 return self._second(shape, layer_idx, forward, own, recorded, kwargs)
             recorded.graph.replay()
@@ -261,6 +281,12 @@ class GraphPass:
         if hidden is None or hidden.shape != own.shape:
             self.graphs.refused[layer_idx] = "its output is more than hidden states"
             return output
+        if hidden.data_ptr() == own.data_ptr():
+            self.graphs.refused[layer_idx] = "it writes over its input"
+            return wrap(hidden.clone())
+        if self._keeps(hidden):
+            self.graphs.refused.update(dict.fromkeys(range(len(self.graphs.devices)), "hidden states are kept"))
+            return output
 
         def run() -> None:
             own.copy_(_unwrap(forward(own, **kwargs))[0])
@@ -272,6 +298,12 @@ class GraphPass:
             return output
         shape.layers[layer_idx] = Recorded(graph, inputs, plain, wrap)
         return output
+
+    def _keeps(self, hidden: Tensor) -> bool:
+        """Whether the decoder still holds what layers before the last one returned: a replay would write over it."""
+        keeps = not all(ref.expired() for ref in self._returned[:-1])
+        self._returned.append(StorageWeakRef(hidden.untyped_storage()))
+        return keeps
 
     def _second(
         self, shape: Shape, layer_idx: int, forward: Callable, own: Tensor, recorded: Recorded, kwargs: Any
@@ -302,7 +334,8 @@ class GraphPass:
             number = sum(d == device for d, _ in self._loaded)
             own = shape.inputs.get((device, number))
             if own is None or own.shape != value.shape or own.dtype != value.dtype:
-                shape.layers.clear()
+                if own is not None:
+                    shape.layers.clear()
                 with torch.inference_mode(False):
                     own = shape.inputs[device, number] = torch.empty_like(value, device=device)
             own.copy_(value, non_blocking=True)
@@ -319,6 +352,17 @@ class GraphPass:
 @dataclass(frozen=True)
 class _Number:
     number: int
+
+
+def _is_constant(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _is_movable(value: Any) -> bool:
+    """Whether `_load` finds every tensor in a value."""
+    if isinstance(value, tuple | list):
+        return all(map(_is_movable, value))
+    return isinstance(value, Tensor) or _is_constant(value)
 
 
 def _unwrap(output: Any) -> tuple[Any, Callable[[Tensor], Any]]:

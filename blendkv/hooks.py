@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from blendkv import _compat, attention
+from blendkv import _compat, attention, kernels
 from blendkv.blend import Blend, ModelFacts, kernels_unusable, take_rows
 from blendkv.cache import BlendedCache, BlendedLayer
-from blendkv.decoding import Step
+from blendkv.decoding import Step, fits
 from blendkv.errors import NotAttachedError, UnsupportedModelError, refuse_compiled
 from blendkv.graphs import GraphPass, LayerGraphs, devices_of
 from blendkv.norms import fuse, restore_forward, unfuse
@@ -103,7 +103,8 @@ class Attachment:
 
     def open_graphs(self) -> GraphPass | None:
         """CUDA graphs of the layers, if this model can use them; `facts` or `unchanged` was asked just before."""
-        if not self.proven or self.learnt is None or os.environ.get("BLENDKV_GRAPHS", "") == "off":
+        off = any(os.environ.get(f"BLENDKV_{what}", "") == "off" for what in ("GRAPHS", "KERNELS"))
+        if off or not self.proven or self.learnt is None:
             return None
         if self.masks != "lazy":
             return None
@@ -159,6 +160,7 @@ class LayerForward:
         work = cache.work if isinstance(cache, BlendedCache) else None
         if work is None or work.graphs is None or len(args) != 1:
             return self.own(*args, **kwargs)
+        work.ready(self.layer_idx)
         return work.graphs.run(self.layer_idx, self.own, args[0], kwargs, partial(work.note, self.layer_idx))
 
 
@@ -201,7 +203,7 @@ def install(state: Attachment) -> None:
         handles.append(model.register_forward_pre_hook(_before_model, with_kwargs=True))
     for i, layer in enumerate(state.layers):
         handles.append(layer.register_forward_pre_hook(partial(_before_layer, i), with_kwargs=True))
-        if any(p.is_cuda for p in layer.parameters()):
+        if any(kernels.is_cuda(p.device) for p in layer.parameters()):
             layer.forward = LayerForward(i, layer.forward)
     fuse(state.layers)
     handles.append(decoder.register_forward_hook(_after_decoder, with_kwargs=True, always_call=True))
@@ -291,6 +293,9 @@ def _before_decoder(state: Attachment, decoder: nn.Module, args: tuple, kwargs: 
     if not isinstance(cache, BlendedCache):
         return None
     refuse_compiled()
+    if cache.work is not None:  # likewise
+        cache.work.end()
+        cache.work = None
     cache.check_usable()
     named = _compat.bind_arguments(decoder.forward, args, kwargs)
     mask, position_ids = named.get("attention_mask"), named.get("position_ids")
@@ -329,10 +334,11 @@ def _collects(state: Attachment, named: dict[str, Any]) -> bool:
 
 def _begin_step(state: Attachment, cache: BlendedCache, ids: Tensor, mask: Tensor | None, collects: bool) -> None:
     """Has one more token computed by CUDA graphs, if they can."""
-    fits = ids.is_cuda and ids.shape == (len(cache.blended[0].keys), 1)
-    if collects or not fits or (mask is not None and not bool(mask.all())):
+    one = kernels.is_cuda(ids.device) and ids.shape == (len(cache.blended[0].keys), 1)
+    if collects or not one or (mask is not None and not bool(mask.all())):
         return
-    graphs = state.open_graphs() if state.fingerprints.unchanged() else None
+    ready = state.learnt is not None and fits(cache, state.learnt, state.devices) and state.fingerprints.unchanged()
+    graphs = state.open_graphs() if ready else None
     if graphs is not None:
         cache.work = Step(cache, graphs, len(ids))
         cache.work.begin()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from blendkv import kernels
 from blendkv.attention import blending
 
 EPSILON = ("variance_epsilon", "eps", "epsilon")
@@ -30,7 +31,9 @@ class FusedNorm:
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """As `forward`."""
-        if args or kwargs or not blending.get() or hidden_states.device != self.module.weight.device:
+        weight = self.module.weight
+        elsewhere = hidden_states.dtype != weight.dtype or hidden_states.device != weight.device
+        if args or kwargs or elsewhere or not blending.get():
             return self.own(hidden_states, *args, **kwargs)
         return self.fused(hidden_states)
 
@@ -73,7 +76,7 @@ def _candidates(layers: Iterable[nn.Module]) -> Iterator[nn.Module]:
                 continue  # accelerate's hook only moves what is elsewhere, and this module's input is not
             weight = weights["weight"]
             has_epsilon = any(hasattr(module, name) for name in EPSILON)
-            if weight.is_cuda and weight.ndim == 1 and weight.dtype in AGREES and has_epsilon:
+            if kernels.is_cuda(weight.device) and weight.ndim == 1 and weight.dtype in AGREES and has_epsilon:
                 yield module
 
 
@@ -81,8 +84,9 @@ def _candidates(layers: Iterable[nn.Module]) -> Iterator[nn.Module]:
 def _agrees(norm: FusedNorm) -> bool:
     weight = norm.module.weight
     generator = torch.Generator(weight.device).manual_seed(0)
-    rows = torch.randn(3, 1, *weight.shape, generator=generator, dtype=torch.float32, device=weight.device) * 3
-    rows = rows.to(weight.dtype)
+    scales = torch.tensor([3, 1e-2, 1e-3], device=weight.device)[:, None, None]  # the small ones show the epsilon
+    rows = torch.randn(3, 1, *weight.shape, generator=generator, dtype=torch.float32, device=weight.device)
+    rows = (rows * scales).to(weight.dtype)
     try:
         own, fused = norm.own(rows).float(), norm.fused(rows).float()
     except (TypeError, RuntimeError):  # it wants something else

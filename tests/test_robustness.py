@@ -141,6 +141,19 @@ def test_chunks_made_under_autocast_are_the_models_own():
     )
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
+def test_a_blend_under_autocast(batch, ratio):
+    """Values are bf16 then and keys, turned by fp32 angles, fp32."""
+    model = attach(tiny_model("llama"))
+    case = make_case(model)
+    cache = BlendedCache(case.caches, ratio)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = run(model, case.ids.expand(batch, -1), cache, logits_to_keep=1).logits[:, -1].float()
+    plain = run(model, case.ids, BlendedCache(case.caches, ratio), logits_to_keep=1).logits[:, -1]
+    assert (logits - plain).square().mean().sqrt() <= 0.1 * plain.square().mean().sqrt()
+
+
 def test_an_entry_found_wanting_is_replaced():
     """A chunk of the wrong dtype under the right key is computed again, once."""
     model, tokenizer, pool = attach(tiny_model("llama")), byte_tokenizer(), Pool()

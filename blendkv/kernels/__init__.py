@@ -44,6 +44,11 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def is_cuda(device: torch.device) -> bool:
+    """Whether layers there are worth what only a GPU rewards: CUDA graphs, fused norms."""
+    return device.type == "cuda"
+
+
 def on(device: torch.device) -> AbstractContextManager:
     """Makes a device current, as Triton wants it for a launch."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
