@@ -258,7 +258,8 @@ def _attention(
     mask = attention_mask  # the name under which AFMoE passes it
     base = _compat.attention_functions(base_name)[0] or _compat.eager_attention(module)
     if not isinstance(mask, RowMask):
-        return base(module, query, key, value, mask, **kw)
+        looks_itself_up = "flash" in base_name  # transformers' FlashAttention picks its package by the config's name
+        return base(_under(base_name, module) if looks_itself_up else module, query, key, value, mask, **kw)
     unusual = [n for n in ("softcap", "s_aux", "position_bias", "head_mask") if kw.get(n) is not None]
     if mask.by_kernel and not {"position_bias", "head_mask"} & set(unusual):
         return scattered_kernel(query, key, value, mask, _layer_idx(module), **kw), None
@@ -266,6 +267,21 @@ def _attention(
         eager = base if base_name == "eager" else _compat.eager_attention(module)
         return scattered_eager(eager, module, query, key, value, mask, **kw)
     return scattered_sdpa(query, key, value, mask, kw.get("scaling"), kw.get("dropout", 0.0)), None
+
+
+class _View:
+    """An object seen with some attributes of its own."""
+
+    def __init__(self, of: Any, **own: Any) -> None:
+        self.__dict__.update(own, _of=of)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of, name)
+
+
+def _under(base_name: str, module: Any) -> Any:
+    """An attention module whose config names the base implementation, as it did before `attach`."""
+    return _View(module, config=_View(module.config, _attn_implementation=base_name))
 
 
 def _layer_idx(module: Any) -> int:

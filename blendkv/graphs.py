@@ -10,10 +10,11 @@ on other inputs; trusted from then on. What cannot be recorded, or does not agre
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,7 +143,7 @@ class LayerGraphs:
                         torch.ones(16, 16, dtype=dtype, device=device) @ torch.ones(16, 16, dtype=dtype, device=device)
             stream, graph = self._streams[device], torch.cuda.CUDAGraph()
             stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(stream), _no_collection():
                 graph.capture_begin(pool=self._pools[device], capture_error_mode="thread_local")
                 try:
                     out = run()
@@ -165,6 +166,18 @@ class LayerGraphs:
         whole.capture_begin(pool=self._pools[device], capture_error_mode="thread_local")
         torch.zeros(1, device=device)
         whole.capture_end()
+
+
+@contextmanager
+def _no_collection() -> Generator[None]:
+    """Keeps Python from collecting garbage: a graph that is destroyed while another is recorded spoils it."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class GraphPass:

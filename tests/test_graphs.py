@@ -965,3 +965,24 @@ def test_many_threads(gpu, make):
     for thread in threads:
         thread.join()
     assert not failed
+
+
+def test_no_garbage_is_collected_while_a_graph_is_recorded():
+    """A graph of a model that is gone, destroyed in the middle of a recording, would spoil it."""
+    import gc
+
+    from blendkv.graphs import _no_collection
+
+    with _no_collection():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(RuntimeError), _no_collection():
+        raise RuntimeError
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with _no_collection():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
