@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,7 +50,9 @@ def model_fingerprint(model: nn.Module) -> str:
         json.dumps(_adapter_state(model), default=str),
     ]
     digest.update(framed(s.encode() for s in head))
-    for name, tensor in sorted((*model.named_parameters(), *model.named_buffers()), key=lambda item: item[0]):
+    named = (*model.named_parameters(), *model.named_buffers())
+    parts = (part for name, tensor in named for part in _parts(name, tensor))
+    for name, tensor in sorted(parts, key=lambda item: item[0]):
         shape = f"{name}:{tensor.dtype}:{tuple(tensor.shape)}"
         digest.update(framed([shape.encode(), _checksum(tensor.detach())]))
     return digest.hexdigest()
@@ -82,7 +86,8 @@ class WeightsVersion:
     @classmethod
     def of(cls, model: nn.Module) -> WeightsVersion:
         """The version of a model's weights now."""
-        tensors = (*model.parameters(), *model.buffers())
+        whole = (*model.parameters(), *model.buffers())
+        tensors = [part for tensor in whole for _, part in _parts("", tensor)]
         refs = tuple(StorageWeakRef(t.untyped_storage()) for t in tensors)
         names = tuple(
             (ref.cdata, t.storage_offset(), t.dtype, tuple(t.shape), _version(t))
@@ -106,14 +111,22 @@ class WeightsWatch:
             for held in (module._parameters, module._buffers):
                 for name, tensor in held.items():
                     if tensor is not None:
-                        entry = held, name, weakref.ref(tensor), _address(tensor), _version(tensor)
-                        (self._frozen if tensor.is_inference() else self._tensors).append(entry)
+                        self._note(held, name, tensor)
             for name, child in module._modules.items():
                 if child is not None:
                     self._children.append((module._modules, name, weakref.ref(child)))
             if _is_adapter(module):
                 self._adapters.append(module)
         self._adapter_state = [_state_of(module) for module in self._adapters]
+
+    def _note(self, held: dict, name: str, tensor: Tensor) -> None:
+        entry = held, name, weakref.ref(tensor), _address(tensor), _version(tensor)
+        (self._frozen if tensor.is_inference() else self._tensors).append(entry)
+        if _is_wrapper(tensor):
+            wrapper: Any = tensor
+            for part in wrapper.__tensor_flatten__()[0]:
+                inner = vars(tensor) if part in vars(tensor) else {part: getattr(tensor, part)}
+                self._note(inner, part, inner[part])
 
     def unchanged(self) -> bool:
         """True if everything is as it was."""
@@ -130,6 +143,22 @@ class WeightsWatch:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _is_wrapper(tensor: Tensor) -> bool:
+    """Whether a tensor is made of others, as quantised weights of torchao are."""
+    return hasattr(tensor, "__tensor_flatten__")
+
+
+def _parts(name: str, tensor: Any) -> Iterator[tuple[str, Tensor]]:
+    """The plain tensors that a tensor is made of, mostly itself, named after it and what else decides its numbers."""
+    if not _is_wrapper(tensor):
+        yield name, tensor
+        return
+    inner, context = tensor.__tensor_flatten__()
+    how = re.sub(r"0x[0-9a-f]+", "", f"{type(tensor).__qualname__}{context}")  # addresses say nothing
+    for part in inner:
+        yield from _parts(f"{name}.{part}:{how}", getattr(tensor, part))
 
 
 def _address(tensor: Tensor) -> int:
