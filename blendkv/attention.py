@@ -142,6 +142,13 @@ class RowMask:
         return self.table is not None and self.band is not None
 
     @cached_property
+    def padding(self) -> Tensor | None:
+        """`[B, T]` False at padding, where the rows are; None if there is none."""
+        if not self.padded or self.lazy.padding is None:
+            return None
+        return self.lazy.padding.to(self.rows.device, torch.bool).contiguous()
+
+    @cached_property
     def last(self) -> np.ndarray:
         """`[S]` on the host: the largest of each column of `rows`."""
         return self.rows.amax(0).cpu().numpy()
@@ -248,7 +255,7 @@ def scattered_kernel(query: Tensor, key: Tensor, value: Tensor, mask: RowMask, l
             window=mask.band.window,
             softcap=kw.get("softcap"),
             sinks=kw.get("s_aux"),
-            padding=mask.lazy.padding if mask.padded else None,
+            padding=mask.padding,
         )
 
 
