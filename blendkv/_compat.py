@@ -18,7 +18,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
-from transformers.masking_utils import causal_mask_function as causal_mask_function
+from transformers.masking_utils import and_masks, causal_mask_function, sliding_window_overlay
 
 TRANSFORMERS_VERSION = transformers.__version__
 CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")
@@ -27,6 +27,27 @@ CACHE_ARG = "cache" if Version(TRANSFORMERS_VERSION) >= Version("5.24") else "pa
 """The keyword under which the installed transformers wants the cache in `generate` and `forward`."""
 
 _CROP_REMOVES = next(iter(list(inspect.signature(DynamicLayer.crop).parameters)[1:])) == "tokens_to_remove"
+
+
+_AND, _WINDOW = (
+    getattr(function, "__code__", None) for function in (and_masks(causal_mask_function), sliding_window_overlay(1))
+)
+
+
+def causal_window(mask_function: Any) -> tuple[int | None] | None:
+    """Of a mask function that is exactly causal, or causal within a window, `(None,)` or `(window,)`; None of others.
+
+    Told by the functions that transformers put it together from: asking it about some keys can be misled.
+    """
+    if mask_function is causal_mask_function:
+        return (None,)
+    if _AND is None or getattr(mask_function, "__code__", None) is not _AND:
+        return None
+    parts = mask_function.__closure__[0].cell_contents
+    windows = [part for part in parts if part is not causal_mask_function]
+    if len(parts) != 2 or len(windows) != 1 or getattr(windows[0], "__code__", None) is not _WINDOW:
+        return None
+    return (windows[0].__closure__[0].cell_contents,)
 
 
 def cache_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -54,15 +54,12 @@ class LazyMask:
         make: the base implementation's mask function with its arguments bound.
         mask_function: `(batch, head, query index, key index) -> bool tensor`, indices broadcast.
         padding: `[B, T]` False at padding, or None.
-        local_size: the window or chunk size that transformers names beside the mask function, or None.
     """
 
     make: Callable[[], Any]
     mask_function: Callable[..., Tensor]
     padding: Tensor | None
-    local_size: int | None = None
     _dense: list = field(default_factory=list, repr=False)
-    _bands: dict = field(default_factory=dict, repr=False)
 
     def dense(self) -> Any:
         """What the base implementation would have got for all rows (made once)."""
@@ -81,39 +78,10 @@ class LazyMask:
             mask = mask & self.padding[:, None, None, :keys].to(device)
         return mask.expand(rows.shape[0], 1, rows.shape[1], keys)
 
-    def band(self, length: int) -> Band | None:
-        """The mask function as a `Band`, found out by asking it about the edges of every row below `length`."""
-        if length not in self._bands:
-            self._bands[length] = find_band(self.mask_function, self.local_size, length)
-        return self._bands[length]
-
-
-def find_band(mask_function: Callable[..., Tensor], local_size: int | None, length: int) -> Band | None:
-    """What a mask function is, if kernels know it.
-
-    Args:
-        mask_function: as in `LazyMask`.
-        local_size: the only window that is tried.
-        length: of the prompt.
-
-    Returns:
-        The band that agrees with the function wherever it was asked: for every row at the first key, the edges of the
-        window, the row itself and its neighbours. None if there is none.
-    """
-    if mask_function is _compat.causal_mask_function:
-        return Band()
-    row = torch.arange(length)[:, None]
-    window = length + 1 if local_size is None else local_size
-    key = torch.cat([row * 0, row // 2, row - window, row - window + 1, row - 1, row, row + 1], dim=1)
-    inside = (key >= 0) & (key < length)
-    row, key = row.expand_as(key)[inside], key[inside]
-    zero = torch.zeros_like(row)
-    try:
-        seen = mask_function(zero, zero, row, key).cpu()
-    except (RuntimeError, IndexError):  # it wants tensors elsewhere, or shapes of another kind
-        return None
-    agrees = seen.shape == row.shape and torch.equal(seen, (key <= row) & (key > row - window))
-    return Band(local_size) if agrees else None
+    def band(self) -> Band | None:
+        """The mask function as a `Band`, if it is one."""
+        found = _compat.causal_window(self.mask_function)
+        return None if found is None else Band(*found)
 
 
 @dataclass(eq=False)
@@ -299,7 +267,7 @@ def _mask(base_name: str, **kw: Any) -> Any:
     make, how = partial(_compat.attention_functions(base_name)[1], **kw), blending.get()
     if how != "lazy":
         return make() if how is None else make(allow_is_causal_skip=False)
-    return LazyMask(make, kw["mask_function"], kw.get("attention_mask"), kw.get("local_size"))
+    return LazyMask(make, kw["mask_function"], kw.get("attention_mask"))
 
 
 def register(base_name: str) -> str:

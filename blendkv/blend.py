@@ -288,7 +288,7 @@ class Blend:
         table = None if self.collects else self.buffers.table(layer_idx)
         device = self.rows.device if table is None else table.device
         if (id(lazy), device) not in self._masks:
-            band = None if table is None else lazy.band(self.length)
+            band = None if table is None else lazy.band()
             mask = RowMask(lazy, self._rows_on(device), table, band, self._padded)
             self._masks[id(lazy), device] = mask
             if band is None and table is not None:

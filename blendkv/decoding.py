@@ -83,7 +83,7 @@ class Step:
         if (id(lazy), device) not in self._masks:
             rows, table = self.graphs.rows(device), self.graphs.tables[device]
             assert rows is not None
-            band = lazy.band(self.start + 1)
+            band = lazy.band()
             self._masks[id(lazy), device] = RowMask(lazy, rows, table, band, padded=False)
         mask = self._masks[id(lazy), device]
         return mask if mask.by_kernel else None

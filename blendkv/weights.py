@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import re
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from blendkv.chunk import framed
 
@@ -37,18 +39,11 @@ _COSMETIC = {
 def model_fingerprint(model: nn.Module) -> str:
     """Digest of everything in a model that decides its keys and values; equal on CPU and GPU.
 
-    Covers the architecture class, the config without cosmetic keys, every parameter and buffer (dtype, shape and a
+    Covers the class of every module, the config without cosmetic keys, every parameter and buffer (dtype, shape and a
     checksum of rows and columns of its bits, so that one changed element changes it) and the state of adapters.
     A pass over the weights: 0.1 s for 135M parameters on a CPU, milliseconds on a GPU.
     """
-    config = getattr(model, "config", None)
-    settings = config.to_dict() if config is not None else {}
-    digest = hashlib.sha256()
-    head = [
-        f"{type(model).__module__}.{type(model).__qualname__}",
-        json.dumps({k: v for k, v in settings.items() if k not in _COSMETIC}, sort_keys=True, default=str),
-        json.dumps(_adapter_state(model), default=str),
-    ]
+    digest, head = hashlib.sha256(), _head(model)
     digest.update(framed(s.encode() for s in head))
     named = (*model.named_parameters(), *model.named_buffers())
     parts = (part for name, tensor in named for part in _parts(name, tensor))
@@ -56,6 +51,38 @@ def model_fingerprint(model: nn.Module) -> str:
         shape = f"{name}:{tensor.dtype}:{tuple(tensor.shape)}"
         digest.update(framed([shape.encode(), _checksum(tensor.detach())]))
     return digest.hexdigest()
+
+
+def _head(model: nn.Module) -> list[str]:
+    """What decides keys and values besides the numbers: classes, config, state of adapters."""
+    config = getattr(model, "config", None)
+    settings = config.to_dict() if config is not None else {}
+    kinds = [f"{name}:{type(m).__module__}.{type(m).__qualname__}" for name, m in model.named_modules()]
+    return [
+        json.dumps(kinds),
+        json.dumps({k: v for k, v in settings.items() if k not in _COSMETIC}, sort_keys=True, default=str),
+        json.dumps(_adapter_state(model), default=str),
+    ]
+
+
+class _OptimizerSteps:
+    """Counts optimizer steps of this process: fused ones write to weights without torch counting it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._hook: Any = None
+
+    def now(self) -> int:
+        """How many there were since this was first asked."""
+        if self._hook is None:
+            self._hook = register_optimizer_step_post_hook(self._note)
+        return self.count
+
+    def _note(self, *args: Any) -> None:
+        self.count += 1
+
+
+_steps = _OptimizerSteps()
 
 
 @dataclass(frozen=True)
@@ -66,13 +93,15 @@ class WeightsVersion:
 
     Attributes:
         tensors: identity of each tensor's storage, its offset, dtype, shape and count of in-place writes.
-        adapters: state of PEFT layers.
+        head: classes, config, state of adapters.
+        steps: optimizer steps so far.
         refs: weak references to the storages; while one is held, no other storage gets the same identity. Never copied
             (each frees its reference when it goes).
     """
 
     tensors: tuple
-    adapters: str
+    head: tuple
+    steps: int
     refs: tuple = field(compare=False, repr=False)
 
     def __reduce__(self) -> tuple:
@@ -93,18 +122,22 @@ class WeightsVersion:
             (ref.cdata, t.storage_offset(), t.dtype, tuple(t.shape), _version(t))
             for ref, t in zip(refs, tensors, strict=True)
         )
-        return cls(names, json.dumps(_adapter_state(model), default=str), refs)
+        return cls(names, tuple(_head(model)), _steps.now(), refs)
 
 
 class WeightsWatch:
-    """Sees whether any weight, buffer, submodule or adapter was replaced or written to since it was made.
+    """Sees whether a weight, buffer, submodule, adapter or setting was replaced or written to since it was made.
 
     The same changes as `WeightsVersion`, at a tenth of its cost: it only says whether, and a change that is undone
     still counts.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._tensors, self._frozen, self._children, self._sizes, self._adapters = [], [], [], [], []
+        self._tensors, self._wrappers, self._children, self._sizes, self._adapters = [], [], [], [], []
+        self._refs: list[StorageWeakRef] = []  # while one is held, no other storage gets the same identity
+        self.uncounted = False
+        """Whether there are inference tensors, whose writes torch does not count."""
+        self._steps = _steps.now()
         for module in model.modules():
             for held in (module._parameters, module._buffers, module._modules):
                 self._sizes.append((held, len(held)))
@@ -118,27 +151,41 @@ class WeightsWatch:
             if _is_adapter(module):
                 self._adapters.append(module)
         self._adapter_state = [_state_of(module) for module in self._adapters]
+        configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+        self._configs = [(config, _settings(config)) for config in configs.values()]
 
-    def _note(self, held: dict, name: str, tensor: Tensor) -> None:
-        entry = held, name, weakref.ref(tensor), _address(tensor), _version(tensor)
-        (self._frozen if tensor.is_inference() else self._tensors).append(entry)
+    def _note(self, held: dict, name: str, tensor: Any) -> None:
         if _is_wrapper(tensor):
-            wrapper: Any = tensor
-            for part in wrapper.__tensor_flatten__()[0]:
+            self._wrappers.append((held, name, weakref.ref(tensor)))
+            for part in tensor.__tensor_flatten__()[0]:
                 inner = vars(tensor) if part in vars(tensor) else {part: getattr(tensor, part)}
                 self._note(inner, part, inner[part])
+            return
+        self._refs.append(StorageWeakRef(tensor.untyped_storage()))
+        self.uncounted |= tensor.is_inference()
+        self._tensors.append((held, name, self._refs[-1].cdata, tensor.data_ptr(), _version(tensor)))
 
     def unchanged(self) -> bool:
         """True if everything is as it was."""
-        for held, name, ref, address, version in self._tensors:
+        for held, name, storage, address, version in self._tensors:
             tensor = held.get(name)
-            if tensor is None or tensor is not ref() or tensor._version != version or _address(tensor) != address:
+            if tensor is None or tensor.data_ptr() != address or _version(tensor) != version:
                 return False
-        same = all(held.get(name) is ref() for held, name, ref in self._children)
-        same = same and all(held.get(name) is ref() for held, name, ref, *_ in self._frozen)
-        if not same or not all(len(held) == size for held, size in self._sizes):
+            if tensor.untyped_storage()._cdata != storage:
+                return False
+        same = all(held.get(name) is ref() for held, name, ref in (*self._children, *self._wrappers))
+        if not same or self._steps != _steps.now() or not all(len(held) == size for held, size in self._sizes):
+            return False
+        if any(_settings(config, copies=False) != settings for config, settings in self._configs):
             return False
         return self._adapter_state == [_state_of(module) for module in self._adapters]
+
+
+def _settings(config: Any, copies: bool = True) -> dict:
+    """The fields of a config that decide something."""
+    fields = vars(config) if hasattr(config, "__dict__") else {}
+    found = {k: v for k, v in fields.items() if k not in _COSMETIC and not k.startswith("_")}
+    return copy.deepcopy(found) if copies else found
 
 
 def _version(tensor: Tensor) -> int:
@@ -161,13 +208,6 @@ def _parts(name: str, tensor: Any) -> Iterator[tuple[str, Tensor]]:
         yield from _parts(f"{name}.{part}:{how}", getattr(tensor, part))
 
 
-def _address(tensor: Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:  # a subclass without storage of its own: its parts are buffers of their own
-        return 0
-
-
 @dataclass
 class Fingerprints:
     """The fingerprint of a model as it is now; weights are read again only after something changed.
@@ -183,13 +223,15 @@ class Fingerprints:
     def now(self) -> str:
         """`model_fingerprint` of the weights as they are."""
         if self.unchanged():
+            if self.watch is not None and self.watch.uncounted:
+                self._latest = model_fingerprint(self.model)
             return self._latest
         self.watch, version = WeightsWatch(self.model), WeightsVersion.of(self.model)
         if version not in self._known:
             if len(self._known) >= 16:  # an adapter that is switched to and fro is looked up, not read again
                 self._known.clear()
             self._known[version] = model_fingerprint(self.model)
-        self._latest = self._known[version]
+        self._latest = self._known[version] if not self.watch.uncounted else model_fingerprint(self.model)
         return self._latest
 
     def unchanged(self) -> bool:
@@ -207,13 +249,14 @@ class Fingerprints:
 
 
 def _is_adapter(module: nn.Module) -> bool:
-    return hasattr(module, "active_adapters") and hasattr(module, "scaling")
+    """Whether a module is a layer of PEFT's, of whatever method (models have a method of the same name)."""
+    return hasattr(module, "disable_adapters") and not callable(getattr(module, "active_adapters", None))
 
 
 def _state_of(module: Any) -> list:
     scaling = getattr(module, "scaling", {})
     return [
-        list(module.active_adapters),
+        list(getattr(module, "active_adapters", ())),
         bool(getattr(module, "disable_adapters", False)),
         list(getattr(module, "merged_adapters", [])),
         sorted(scaling.items()) if isinstance(scaling, dict) else str(scaling),

@@ -185,7 +185,7 @@ def test_half_precision(model, monkeypatch):
 
 
 def test_a_mask_that_kernels_do_not_know_goes_through_sdpa(model, compare, monkeypatch):
-    monkeypatch.setattr("blendkv.attention.find_band", lambda *args: None)
+    monkeypatch.setattr("blendkv.attention.LazyMask.band", lambda self: None)
     model = model("llama")
     case = make_case(model, LENGTHS, question=QUESTION)
     note = "an attention mask that the kernels do not know: SDPA for its layers"
