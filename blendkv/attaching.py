@@ -6,8 +6,9 @@ import threading
 from typing import Any
 
 from blendkv import learning, proof
+from blendkv.attachment import Attachment
 from blendkv.errors import NotAttachedError, UnsupportedModelError
-from blendkv.hooks import STATE, Attachment, find_layers, install, require_eval, switch_attention, uninstall
+from blendkv.hooks import STATE, find_layers, install, require_eval, switch_attention, uninstall
 
 _LOCK = threading.RLock()
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from blendkv.attention import LazyMask, RowMask, blending
-from blendkv.blend import ModelFacts
 from blendkv.buffers import fill_tables, scatter
 from blendkv.cache import BlendedCache
+from blendkv.facts import ModelFacts
 from blendkv.graphs import GraphPass
 
 

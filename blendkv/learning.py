@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from blendkv import _compat, flops
-from blendkv.blend import ModelFacts
+from blendkv.attachment import Attachment
 from blendkv.errors import UnsupportedModelError
-from blendkv.hooks import Attachment, stopped_pass
+from blendkv.facts import ModelFacts
+from blendkv.hooks import stopped_pass
 from blendkv.rope import Rotation, candidates, find_rotary, on_device, refuse_length_dependent
 
 ROTATION_BOUND = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}

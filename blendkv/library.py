@@ -13,10 +13,10 @@ from transformers import BatchEncoding
 
 from blendkv import _compat
 from blendkv.attaching import attach, attachment_of
-from blendkv.blend import ModelFacts
 from blendkv.cache import BlendedCache, Chunk
 from blendkv.chunk import ChunkCache, MissingChunk, chunk_key, tokenizer_fingerprint
 from blendkv.errors import ChunkMissError
+from blendkv.facts import ModelFacts
 from blendkv.layout import Layout, Piece, Prompt, texts_of
 from blendkv.prefilling import BATCH_TOKENS, prefill
 from blendkv.report import BlendReport

@@ -12,8 +12,9 @@ from transformers.cache_utils import DynamicCache
 
 from blendkv import _compat
 from blendkv.attaching import attach, attachment_of
+from blendkv.attachment import Attachment
 from blendkv.chunk import ChunkCache, tokenizer_fingerprint
-from blendkv.hooks import Attachment, require_eval
+from blendkv.hooks import require_eval
 from blendkv.layout import encode
 from blendkv.prompt import as_array
 from blendkv.rope import on_device

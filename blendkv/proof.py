@@ -21,11 +21,12 @@ from transformers.cache_utils import DynamicCache
 from blendkv import _compat
 from blendkv._paths import blendkv_home
 from blendkv._version import __version__
+from blendkv.attachment import Attachment, facts_instead
 from blendkv.attention import PREFIX
 from blendkv.cache import BlendedCache
 from blendkv.chunk import ChunkCache
 from blendkv.errors import UnsupportedModelError
-from blendkv.hooks import Attachment, facts_instead, switch_attention, unswitch_attention
+from blendkv.hooks import switch_attention, unswitch_attention
 from blendkv.learning import (
     ROTATION_BOUND,
     bound_of,

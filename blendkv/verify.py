@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from blendkv import _compat, learning, proof
 from blendkv.attaching import detach, unwrapped
+from blendkv.attachment import Attachment
 from blendkv.bench.methods import states_of
 from blendkv.cache import BlendedCache
 from blendkv.chunk import ChunkCache
-from blendkv.hooks import Attachment, find_layers, install
+from blendkv.hooks import find_layers, install
 from blendkv.layout import encode
 from blendkv.learning import bound_of, probe_ids, rms_ratio
 from blendkv.passages import read_passages

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache
 
 from blendkv import BlendedCache, _compat, attach, detach, graphs, prefill
 from blendkv.attaching import attachment_of
-from blendkv.hooks import LayerForward
+from blendkv.attachment import LayerForward
 from blendkv.norms import FusedNorm
 from blendkv.selectors import HKVD
 from blendkv.testing import tiny_model

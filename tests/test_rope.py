@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blendkv.attaching import attachment_of
+from blendkv.attachment import Attachment
 from blendkv.families import tiny_family
-from blendkv.hooks import Attachment, find_layers
+from blendkv.hooks import find_layers
 from blendkv.learning import find_rotations, moved_error, own_keys, rms_ratio
 from blendkv.rope import Rotation, candidates, find_rotary, rotary_tables
 from blendkv.testing import FAMILIES, tiny_model
