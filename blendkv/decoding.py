@@ -43,7 +43,6 @@ class Step:
     def __init__(self, cache: BlendedCache, graphs: GraphPass, batch: int) -> None:
         self.cache, self.graphs, self.batch = cache, graphs, batch
         self.start = cache.get_seq_length()
-        self.reads_all = True
         self._masks: dict[tuple[int, torch.device], RowMask] = {}
         self._open = ExitStack()
 

@@ -211,12 +211,6 @@ def own_states(state: Attachment, ids: Tensor, here: Tensor, there: Tensor) -> I
         yield stopped_pass(layer, hidden, at_here), stopped_pass(layer, hidden, at_there)
 
 
-def own_keys(state: Attachment, ids: Tensor, here: Tensor, there: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The keys of `own_states`: `[1, H, T, D]` twice."""
-    for (keys_here, _), (keys_there, _) in own_states(state, ids, here, there):
-        yield keys_here, keys_there
-
-
 def _layer_arguments(state: Attachment, ids: Tensor, positions: Tensor) -> list[tuple[Tensor, dict[str, Any]]]:
     """What each layer is given in an ordinary forward: hidden states and keyword arguments."""
     seen: list[tuple[Tensor, dict[str, Any]]] = []

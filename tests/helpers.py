@@ -14,6 +14,7 @@ from blendkv import _compat
 from blendkv.attaching import attachment_of
 from blendkv.cache import BlendedCache
 from blendkv.chunk import ChunkCache
+from blendkv.learning import own_states
 from blendkv.prefilling import prefill
 
 VOCABULARY = 512
@@ -118,3 +119,9 @@ class CountRows:
     def __exit__(self, *exc) -> None:
         for handle in self.handles:
             handle.remove()
+
+
+def own_keys(state, ids, here, there):
+    """Each layer's own keys of the same hidden states at two sets of positions: `[1, H, T, D]` twice."""
+    for (keys_here, _), (keys_there, _) in own_states(state, ids, here, there):
+        yield keys_here, keys_there

@@ -12,10 +12,10 @@ from blendkv.attaching import attachment_of
 from blendkv.attachment import Attachment
 from blendkv.families import tiny_family
 from blendkv.hooks import find_layers
-from blendkv.learning import find_rotations, moved_error, own_keys, rms_ratio
+from blendkv.learning import find_rotations, moved_error, rms_ratio
 from blendkv.rope import Rotation, candidates, find_rotary, rotary_tables
 from blendkv.testing import FAMILIES, tiny_model
-from tests.helpers import full, tokens
+from tests.helpers import full, own_keys, tokens
 from tests.test_promises import ROPES, with_rope
 
 PAIRINGS = ("half", "interleaved")

@@ -1,9 +1,10 @@
 import pytest
 import torch
 
-from blendkv import attach, learning
+from blendkv import attach
 from blendkv.attaching import attachment_of
 from tests.cases.common import ids_of, model_of, relative, worst
+from tests.helpers import own_keys
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -34,7 +35,7 @@ def moved(state, shift: int):
     """For every layer: keys at positions 5.., the same moved by `shift`, and the layer's own keys over there."""
     facts, ids = state.facts, ids_of(24, 1)
     here = torch.arange(24)[None] + 5
-    for i, (keys, own) in enumerate(learning.own_keys(state, ids, here, here + shift)):
+    for i, (keys, own) in enumerate(own_keys(state, ids, here, here + shift)):
         rotation = facts.rotations[i]
         plain = rotation.unrotate(keys, rotation.angles(facts.rotary, here))
         yield keys, rotation.rotate(plain, rotation.angles(facts.rotary, here + shift)), own
@@ -59,7 +60,7 @@ def test_d11_the_length_of_keys_stays(state, shift):
 def test_d11_there_and_back_is_where_it_was(state):
     """Every layer's keys, brought to no position and back again, are the keys they were."""
     here = torch.arange(24)[None] + 5
-    for i, (keys, _) in enumerate(learning.own_keys(state, ids_of(24, 1), here, here)):
+    for i, (keys, _) in enumerate(own_keys(state, ids_of(24, 1), here, here)):
         rotation = state.facts.rotations[i]
         angles = rotation.angles(state.facts.rotary, here)
         assert worst(rotation.rotate(rotation.unrotate(keys, angles), angles), keys) < 1e-4

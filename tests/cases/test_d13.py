@@ -1,10 +1,11 @@
 import pytest
 import torch
 
-from blendkv import UnsupportedModelError, attach, learning
+from blendkv import UnsupportedModelError, attach
 from blendkv.attaching import attachment_of
 from blendkv.families import families, tiny_family
 from tests.cases.common import ids_of, model_of, worst
+from tests.helpers import own_keys
 
 KINDS = {
     "llama": ({}, 16),
@@ -35,7 +36,7 @@ def assert_moves_as_the_model(state, shift: int) -> set[int]:
     """Checks every layer's rotation at a shift; returns which dimensions of keys moved, in any layer."""
     facts, ids, moved_dims = state.facts, ids_of(16, 1), set()
     here = torch.arange(16)[None] + 5
-    for i, (keys, own) in enumerate(learning.own_keys(state, ids, here, here + shift)):
+    for i, (keys, own) in enumerate(own_keys(state, ids, here, here + shift)):
         rotation, random = facts.rotations[i], torch.randn(keys.shape, generator=torch.Generator().manual_seed(i))
         from_, to = (rotation.angles(facts.rotary, here + s) for s in (0, shift))
 
