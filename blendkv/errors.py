@@ -23,6 +23,18 @@ class ChunkMissError(BlendError, LookupError):
     """A chunk could not be used, or could not be stored, and `strict=True` asked for an error."""
 
 
+class ChunkFileError(BlendError, ValueError):
+    """The bytes of a chunk are not what they should be.
+
+    Attributes:
+        reason: in one word, for counting.
+    """
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 def refuse_compiled() -> None:
     """Raises where `torch.compile` traces code that a `BlendedCache` steers: the rows computed are chosen as it runs.
 

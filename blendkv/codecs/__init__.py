@@ -1,0 +1,1 @@
+"""Codecs: chunks to bytes and back."""
