@@ -347,9 +347,10 @@ def kernels(
     """GPU kernels beside a matrix product and a copy on the same card (Llama-3.1-8B's attention, bfloat16)."""
     lengths = _lengths(tokens)
     with work(as_json):
+        from blendkv.bench.coding import coding_rows
         from blendkv.bench.kernels import kernel_rows
 
-        rows = list(kernel_rows(lengths, ratio, repeats=repeats))
+        rows = [*kernel_rows(lengths, ratio, repeats=repeats), *coding_rows(repeats=repeats)]
     if as_json:
         print_json({"rows": rows})
         return

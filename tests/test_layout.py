@@ -14,8 +14,8 @@ kernels.table chunk weights rope kernels.naive kernels.placing kernels.rows kern
 kernels.attention kernels prompt selectors.base selectors.static selectors.deviation selectors stores.pool stores
 attention cache facts plan buffers waits graphs norms blend decoding attachment hooks learning proof attaching layout
 prefilling library models testing passages bench bench.measure bench.tasks bench.methods bench.shapes bench.prompts
-bench.gates bench.decode bench.memory bench.results bench.kernels bench.ttft bench.table bench.plot bench.quality
-verify families survey guide demo _console cli
+bench.gates bench.decode bench.memory bench.results bench.kernels bench.coding bench.ttft bench.table bench.plot
+bench.quality verify families survey guide demo _console cli
 """
 ORDER = _ORDER.split()
 

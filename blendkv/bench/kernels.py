@@ -47,8 +47,8 @@ def kernel_rows(
         raise ValueError("bench kernels needs a CUDA device: PyTorch sees none")
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(seed)
-    time = _Timer(repeats)
-    product, copy = _product(time, device), _copy(time, device)
+    time = Timer(repeats)
+    product, copy = _product(time, device), copy_rate(time, device)
     head = {"device": device_name(device), "ratio": ratio}
     for tokens in sorted(lengths):
         setting = _Setting(tokens, ratio, question_tokens, device)
@@ -69,19 +69,19 @@ def kernel_rows(
             }
 
 
-def _product(time: _Timer, device: torch.device) -> float:
+def _product(time: Timer, device: torch.device) -> float:
     """TFLOP/s of a bfloat16 matrix product."""
     a, b = (torch.randn(SQUARE, SQUARE, device=device, dtype=torch.bfloat16) for _ in range(2))
     return 2 * SQUARE**3 / time(lambda: a @ b) / 1e12
 
 
-def _copy(time: _Timer, device: torch.device) -> float:
+def copy_rate(time: Timer, device: torch.device) -> float:
     """GB/s of a copy in device memory, read and written."""
     source, target = (torch.randn(2**28, device=device, dtype=torch.bfloat16) for _ in range(2))
     return 2 * source.nbytes / time(lambda: target.copy_(source)) / 1e9
 
 
-class _Timer:
+class Timer:
     """Median seconds of a call by CUDA events; between calls something large is written, so that caches are cold."""
 
     def __init__(self, repeats: int) -> None:
@@ -89,6 +89,7 @@ class _Timer:
         self._flush = torch.empty(2**28, dtype=torch.int32, device="cuda")
 
     def __call__(self, run: Callable[[], object]) -> float:
+        """Calls it three times, then `repeats` times more, and returns the median of those."""
         for _ in range(3):
             run()
         seconds = []

@@ -14,10 +14,8 @@ from numba import uint32 as u32
 from numba import uint64 as u64
 
 from blendkv.codecs.classes import BITS
-from blendkv.codecs.tables import ESCAPE, SLOTS, ZERO, tables
+from blendkv.codecs.tables import ESCAPE, SLOTS, START, ZERO, tables
 
-START = 1 << 16
-"""State of every lane when the encoder begins and the decoder ends."""
 ESCAPED = 1 << 24
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-from blendkv.codecs.tables import ABSENT, ESCAPE, SLOTS, ZERO, tables
+from blendkv.codecs.tables import ABSENT, ALIGN, ESCAPE, SLOTS, START, ZERO, tables
 from blendkv.errors import ChunkFileError
-
-START = 2**16
 
 
 def encode(symbols: list[list[int]], rows: list[int], lanes: int, context: list[list[int]] | None = None) -> bytes:
@@ -31,14 +29,14 @@ def encode(symbols: list[list[int]], rows: list[int], lanes: int, context: list[
                 states[lane] //= 2**16
             states[lane] = states[lane] // share * SLOTS + first + states[lane] % share
     payload = struct.pack(f"<{lanes}I{len(words)}H", *states, *reversed(words))
-    return payload + bytes(-len(payload) % 16)
+    return payload + bytes(-len(payload) % ALIGN)
 
 
 def decode(
     payload: bytes, rows: list[int], tokens: int, lanes: int, context: list[list[int]] | None = None
 ) -> list[list[int]]:
     """Decodes one section (`rans.decode`) to a list of tokens, lists of channels."""
-    if len(payload) % 16 or len(payload) < 4 * lanes:
+    if len(payload) % ALIGN or len(payload) < 4 * lanes:
         raise ChunkFileError("not a section", reason="symbols")
     states = list(struct.unpack(f"<{lanes}I", payload[: 4 * lanes]))
     words = [word for (word,) in struct.iter_unpack("<H", payload[4 * lanes :])][::-1]

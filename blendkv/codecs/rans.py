@@ -16,13 +16,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from blendkv.codecs.loops import START, pop, push, reciprocals, shares
-from blendkv.codecs.tables import ABSENT, SLOTS, ZERO, tables
+from blendkv.codecs.loops import pop, push, reciprocals, shares
+from blendkv.codecs.tables import ABSENT, ALIGN, LANES, SLOTS, START, ZERO, tables
 from blendkv.errors import ChunkFileError
-
-LANES = (4, 8, 16, 32, 64)
-ALIGN = 16
-"""Bytes: a section's length is a multiple of it."""
 
 
 def lanes_for(tokens: int, channels: int) -> int:

@@ -20,6 +20,11 @@ ESCAPE = 0
 """Index of the escape in a row; that of symbol s is s + `ZERO`."""
 ZERO = 128
 SLOTS = 2**BITS
+START = 2**16
+"""State of every lane when an encoder begins and a decoder ends."""
+LANES = (4, 8, 16, 32, 64)
+ALIGN = 16
+"""Bytes: a section's length is a multiple of it."""
 CONTEXTS = 2 * REACH + 1
 """Refinement rows of a class."""
 THIRD = 25

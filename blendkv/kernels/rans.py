@@ -12,9 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blendkv.codecs.classes import BITS
-from blendkv.codecs.loops import START
-from blendkv.codecs.rans import ALIGN, LANES
-from blendkv.codecs.tables import ABSENT, SLOTS, ZERO, tables
+from blendkv.codecs.tables import ABSENT, ALIGN, LANES, SLOTS, START, ZERO, tables
 from blendkv.errors import ChunkFileError
 
 _COLUMN = 16
@@ -92,7 +90,13 @@ def describe(sections: Sequence[Section], channels: np.ndarray, data: int, out: 
 
 
 def decode(
-    data: Tensor, sections: Tensor, channels: Tensor, lut: Tensor, out: Tensor, lanes: int, context: Tensor | None
+    data: Tensor,
+    sections: Tensor,
+    channels: Tensor,
+    lut: Tensor,
+    out: Tensor,
+    lanes: int,
+    context: Tensor | None = None,
 ) -> Tensor:
     """Decodes many sections in one launch.
 
@@ -151,8 +155,7 @@ def _decode(
     coded = tl.load(section + 3).to(tl.int32)
     tokens = tl.load(section + 4).to(tl.int32)
     lanes = tl.load(section + 5).to(tl.int32)
-    to = tl.load(section + 6)
-    stride = tl.load(section + 7)
+    to, stride = tl.load(section + 6), tl.load(section + 7)
 
     lane = tl.arange(0, LANES)
     own = lane < lanes
@@ -164,10 +167,9 @@ def _decode(
         for start in range(0, coded, lanes):
             active = own & (start + lane < coded)
             channel = tl.load(channels + start + lane, mask=active, other=0)
-            place = to + (channel >> 16)
-            row = channel & 0xFFFF
+            column, row = channel >> 16, channel & 0xFFFF
             if context is not None:
-                row += tl.load(context + place, mask=active, other=0).to(tl.int32)
+                row += tl.load(context + to + column, mask=active, other=0).to(tl.int32)
             slot = (state & (SLOTS - 1)).to(tl.int32)
             entry = tl.load(lut + (row * SLOTS + slot), mask=active, other=0).to(tl.uint32, bitcast=True)
             popped = (entry >> BITS & (SLOTS - 1)) * (state >> BITS) + (entry & (SLOTS - 1))
@@ -188,7 +190,7 @@ def _decode(
                 word = tl.load(words + index, mask=escaped & (index < size), other=0)
                 symbol = tl.where(escaped, word.to(tl.int32), symbol)
                 at += total >> 16
-            tl.store(out + place, symbol.to(tl.int16), mask=active)
+            tl.store(out + to + column, symbol.to(tl.int16), mask=active)
         to += stride
     left = tl.arange(0, 8)
     rest = tl.load(words + at + left, mask=at + left < size, other=0).to(tl.int32)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from numba.core import caching
 
 from blendkv.codecs import loops, naive, rans
-from blendkv.codecs.tables import ABSENT, tables
+from blendkv.codecs.tables import ABSENT, LANES, tables
 from blendkv.errors import ChunkFileError
 
 CLASSES = 35
@@ -39,7 +39,7 @@ def rng():
     return np.random.default_rng(0)
 
 
-@pytest.mark.parametrize("lanes", rans.LANES)
+@pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize(("tokens", "channels"), [(1, 1), (7, 3), (13, 64), (5, 100), (0, 5), (4, 0), (3, 129)])
 def test_sizes(rng, tokens, channels, lanes):
     rows = rng.integers(ABSENT, CLASSES, channels)
@@ -47,7 +47,7 @@ def test_sizes(rng, tokens, channels, lanes):
 
 
 @LONG
-@given(st.integers(1, 9), st.integers(1, 70), st.sampled_from(rans.LANES), st.floats(0, 1), st.integers(0, 2**32))
+@given(st.integers(1, 9), st.integers(1, 70), st.sampled_from(LANES), st.floats(0, 1), st.integers(0, 2**32))
 def test_any_symbols(tokens, channels, lanes, wild, seed):
     rng = np.random.default_rng(seed)
     rows = rng.integers(ABSENT, CLASSES, channels)
@@ -178,7 +178,7 @@ def test_padding_is_zeros(rng):
 
 
 @LONG
-@given(st.binary(max_size=400), st.integers(0, 40), st.integers(0, 40), st.sampled_from(rans.LANES))
+@given(st.binary(max_size=400), st.integers(0, 40), st.integers(0, 40), st.sampled_from(LANES))
 def test_hostile_bytes(payload, tokens, channels, lanes):
     payload += bytes(-len(payload) % 16)
     rows = np.arange(channels) % CLASSES
