@@ -169,10 +169,22 @@ class ChunkFile:
         if layer not in header.stored:
             return self._rebuild()
         unit = header.unit_of(layer)
-        segments = [s for stream in range(self._streams(streams)) for s in self._reader.unit(unit, stream)]
-        keys, values = self._decode(unit, segments, self._streams(streams))
-        at = layer - header.layers_of(unit).start
-        return self._place(keys[at]), self._place(values[at])
+        return self.unit(unit, streams)[layer - header.layers_of(unit).start]
+
+    def unit(self, unit: int, streams: int | None = None) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of the layers that are decoded together, `header.layers_of(unit)`; one ranged read a stream.
+
+        Args:
+            unit: from 0 to `header.units - 1`.
+            streams: as for `layer`.
+
+        Raises:
+            IndexError: if there is no such unit.
+        """
+        if not 0 <= unit < self.header.units:
+            raise IndexError(f"unit {unit}: the chunk has units 0 to {self.header.units - 1}")
+        count = self._streams(streams)
+        return self._decode(unit, [s for stream in range(count) for s in self._reader.unit(unit, stream)], count)
 
     def read(self, streams: int | None = None) -> ChunkCache:
         """The whole chunk; one ranged read.
@@ -185,8 +197,7 @@ class ChunkFile:
         layers = [] if header.layer0 else [self._rebuild()]
         for unit in range(header.units):
             starts = [(stream * header.units + unit) * step for stream in range(count)]
-            keys, values = self._decode(unit, [s for start in starts for s in segments[start : start + step]], count)
-            layers += [(self._place(k), self._place(v)) for k, v in zip(keys, values, strict=True)]
+            layers += self._decode(unit, [s for start in starts for s in segments[start : start + step]], count)
         keys, values = zip(*layers, strict=True)
         return ChunkCache(
             ids=self.ids,
@@ -225,12 +236,12 @@ class ChunkFile:
             raise ValueError(f"streams={wanted}: the chunk file has {there}")
         return wanted or there
 
-    def _decode(self, unit: int, segments: list[memoryview], streams: int) -> tuple[list[Tensor], list[Tensor]]:
+    def _decode(self, unit: int, segments: list[memoryview], streams: int) -> list[tuple[Tensor, Tensor]]:
         header, layers = self.header, self.header.layers_of(unit)
         shapes, dtype = [header.layers[layer] for layer in layers], DTYPES[header.dtype]
         keys, values = self._codec.decode_unit(layers.start, shapes, header.tokens, dtype, segments, streams)
         _require_shapes(shapes, header.tokens, dtype, keys, values)
-        return keys, values
+        return [(self._place(k), self._place(v)) for k, v in zip(keys, values, strict=True)]
 
     def _place(self, tensor: Tensor) -> Tensor:
         return tensor if self._device is None else tensor.to(self._device)

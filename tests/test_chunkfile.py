@@ -113,6 +113,10 @@ def test_units_groups_parts_and_streams(toy):
         for a, b in zip((*base.keys, *base.values), (*chunk.keys, *chunk.values), strict=True):
             torch.testing.assert_close(a, b, rtol=2**-7, atol=0)
         assert torch.equal(file.layer(2, streams=1)[0], base.keys[2])
+        ((third, _),) = file.unit(1)
+        assert torch.equal(third, chunk.keys[2])
+        with pytest.raises(IndexError, match="0 to 1"):
+            file.unit(2)
         with pytest.raises(ValueError, match="has 2"):
             file.read(streams=3)
 
