@@ -324,7 +324,8 @@ def _fail(result: Result, data: bytes, what: str) -> None:
 def _worker(count: int, seed: int) -> Result:
     torch.set_num_threads(1)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30),) * 2)  # memory that tracemalloc does not see
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), hard))  # memory that tracemalloc does not see
     return run(count, seed)
 
 
@@ -335,7 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     options = parser.parse_args(arguments)
-    begin, total, step = time.perf_counter(), Result(), 20_000
+    begin, total, step = time.perf_counter(), Result(), 5_000
     jobs = [(min(step, options.count - at), options.seed + at // step) for at in range(0, options.count, step)]
     with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
         for result in pool.map(_worker, *zip(*jobs, strict=True)):
