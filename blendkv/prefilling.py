@@ -138,7 +138,7 @@ def first_layer(model: nn.Module, ids: Tensor, conditioning: Sequence[int] = ())
         conditioning: ids in front of it; only their number matters here.
 
     Returns:
-        `[H, T, D]` keys, un-rotated, and `[H, T, Dv]` values, as `prefill` computes them.
+        `[H, T, D]` keys, un-rotated, and `[H, T, Dv]` values: those of `prefill`, up to the rounding of another batch.
 
     Raises:
         UnsupportedModelError: if the model cannot be blended.

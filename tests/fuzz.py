@@ -31,6 +31,7 @@ import xxhash
 
 from blendkv.chunkfile import ChunkFile, encode_chunk
 from blendkv.container import ContainerReader, Header
+from blendkv.container.packing import pack_head
 from blendkv.errors import ChunkFileError
 from tests.chunks import index_at, make_chunk, payload_start
 
@@ -276,6 +277,8 @@ def read(data: bytes, seed: Seed, way: int) -> None:
             assert len(chunk) == header.tokens
             assert chunk.nbytes == header.decoded_bytes <= MAX_BYTES
             assert file.key == chunk.key
+        if seed.secret is None:  # a head that is read has one encoding
+            assert pack_head(file._reader._head) == data[: payload_start(data)]
 
 
 def run(count: int, seed: int, sample: int = 64) -> Result:

@@ -68,11 +68,13 @@ def test_tensors_that_want_gradients():
     assert_same(decode_chunk(encode_chunk(wanting)), chunk)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_cuda():
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
+def test_cuda(device):
     chunk = make_chunk(dtype=torch.bfloat16)
-    assert_same(decode_chunk(encode_chunk(chunk.to("cuda")), device="cuda"), chunk)
+    assert_same(decode_chunk(encode_chunk(chunk.to(device)), device=device), chunk)
 
 
 def test_device_places_tensors():
@@ -203,6 +205,18 @@ def test_layer_0_is_rebuilt(attached, family, conditioning):
     assert torch.equal(again.keys[0], keys)
     for a, b in zip(again.keys[1:], chunk.keys[1:], strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_layer_0_is_rebuilt_in_bf16(device):
+    """At the positions that it was computed at, so that keys are rounded alike."""
+    model = tiny_model("llama").to(device, torch.bfloat16)
+    (chunk,) = prefill(model, [tokens(21)], conditioning=(3, 4), progress=False)
+    with ChunkFile(encode_chunk(chunk, layer0=False), model=model, device=device) as file:
+        keys, values = file.layer(0)
+    for got, wanted in ((keys, chunk.keys[0]), (values, chunk.values[0])):
+        assert got.device.type == device
+        torch.testing.assert_close(got, wanted, atol=0.02, rtol=2**-7)
 
 
 def test_only_layer_0_runs(attached):

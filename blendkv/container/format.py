@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from struct import Struct
+from typing import NamedTuple
 
 MAGIC = b"\x8bBKV\r\n\x1a\n"
 """A byte above 127, CR LF, end-of-file of DOS, LF: a transfer as text damages at least one of them."""
@@ -17,8 +18,7 @@ PRELUDE = Struct("<8sHHIQQ")
 CHECKED = PRELUDE.size - 8
 """Bytes of the prelude in front of the check, which it covers with the rest of the head."""
 FIELDS = Struct("<16sh6B16sIIHHHHHHII")
-"""Codec, level, dtype, parts, streams, token streams, bytes of the key id, 0; profile; tokens, tokens of a group;
-layers of a unit, layers; bytes of fingerprint, tokenizer and namespace, 0; conditioning ids, bytes of the text."""
+"""`Fields`, in order."""
 LAYER = Struct("<HHH")
 """Heads, head dim of keys, head dim of values."""
 TOKEN_STREAM = Struct("<16sB")
@@ -51,6 +51,30 @@ MAX_DECODED = 16 << 30
 """Bytes of keys and values that a reader makes room for unless it is told otherwise."""
 MAX_RATIO = 4096
 """Decoded bytes for each byte of payload."""
+
+
+class Fields(NamedTuple):
+    """What every head begins with; `_bytes` are lengths of what follows, other plurals are counts."""
+
+    codec: bytes
+    level: int
+    dtype: int
+    parts: int
+    streams: int
+    token_streams: int
+    key_id_bytes: int
+    zero: int
+    profile: bytes
+    tokens: int
+    group_tokens: int
+    unit_layers: int
+    layers: int
+    fingerprint_bytes: int
+    tokenizer_bytes: int
+    namespace_bytes: int
+    zero2: int
+    conditioning: int
+    text_bytes: int
 
 
 def aligned(size: int) -> int:

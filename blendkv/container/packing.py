@@ -39,34 +39,34 @@ def pack_head(head: Head, tag: Tag | None = None) -> bytes:
     Raises:
         ChunkFileError: if it takes more than 1 MiB.
     """
-    header = head.header
-    names = [utf8(name) for name in (header.fingerprint, header.tokenizer, header.namespace)]
-    text = utf8(header.text or "")
-    arrangement = header.arrangement
-    fields = f.FIELDS.pack(
-        header.codec.encode(),
-        header.level,
-        f.DTYPES[header.dtype][0],
-        arrangement.parts,
-        arrangement.streams,
-        len(header.token_streams),
-        len(header.key_id or b""),
-        0,
-        bytes.fromhex(header.profile_hash or "0" * 32),
-        header.tokens,
-        arrangement.group_tokens,
-        arrangement.unit_layers,
-        len(header.layers),
-        *map(len, names),
-        0,
-        len(header.conditioning) // 4,
-        len(text),
+    header, arrangement = head.header, head.header.arrangement
+    key_id, text = header.key_id or b"", utf8(header.text or "")
+    fingerprint, tokenizer, namespace = map(utf8, (header.fingerprint, header.tokenizer, header.namespace))
+    fields = f.Fields(
+        codec=header.codec.encode(),
+        level=header.level,
+        dtype=f.DTYPES[header.dtype][0],
+        parts=arrangement.parts,
+        streams=arrangement.streams,
+        token_streams=len(header.token_streams),
+        key_id_bytes=len(key_id),
+        zero=0,
+        profile=bytes.fromhex(header.profile_hash or "0" * 32),
+        tokens=header.tokens,
+        group_tokens=arrangement.group_tokens,
+        unit_layers=arrangement.unit_layers,
+        layers=len(header.layers),
+        fingerprint_bytes=len(fingerprint),
+        tokenizer_bytes=len(tokenizer),
+        namespace_bytes=len(namespace),
+        zero2=0,
+        conditioning=len(header.conditioning) // 4,
+        text_bytes=len(text),
     )
     layers = [f.LAYER.pack(s.heads, s.key_dim, s.value_dim) for s in header.layers]
     streams = [f.TOKEN_STREAM.pack(s.name.encode(), f.DTYPES[s.dtype][0]) for s in header.token_streams]
-    index = [pack("<I", length) + check for length, check in zip(head.lengths, head.checks, strict=True)]
-    variable = (header.key_id or b"", *names, header.conditioning, header.ids, text)
-    body = b"".join((fields, *layers, *streams, *variable, *index))
+    variable = (key_id, fingerprint, tokenizer, namespace, header.conditioning, header.ids, text)
+    body = b"".join((f.FIELDS.pack(*fields), *layers, *streams, *variable, *_index(head)))
     body += bytes(f.aligned(len(body)) - len(body))
     end = f.PRELUDE.size + len(body) + (0 if tag is None else f.HEAD_TAG_BYTES)
     if end > f.MAX_HEAD:
@@ -138,48 +138,35 @@ def parse_head(data: memoryview, prelude: Prelude) -> Head:
     end = prelude.head_end - (f.HEAD_TAG_BYTES if authenticated else 0)
     if end < f.PRELUDE.size + f.FIELDS.size:
         raise _malformed("its head is too short")
-    codec, level, dtype, parts, streams, n_streams, n_key_id, zero, profile, *numbers = f.FIELDS.unpack_from(
-        data, f.PRELUDE.size
-    )
-    tokens, group_tokens, unit_layers, n_layers, n_fingerprint, n_tokenizer, n_namespace, zero2, *numbers = numbers
-    n_conditioning, n_text = numbers
-    arrangement = Arrangement(group_tokens, unit_layers, parts, streams)
-    check_arrangement(arrangement)
-    if n_layers < (2 if prelude.flags & f.NO_LAYER0 else 1):
-        raise _malformed("it holds no layer")
-    stored = n_layers - bool(prelude.flags & f.NO_LAYER0)
-    groups, units = -(-tokens // group_tokens), -(-stored // unit_layers)
-    segments = n_streams + streams * units * parts * groups
-    entry = 4 + (f.TAG_BYTES if authenticated else f.CHECK_BYTES)
-    sizes = [f.LAYER.size * n_layers, f.TOKEN_STREAM.size * n_streams, n_key_id]
-    sizes += [n_fingerprint, n_tokenizer, n_namespace, 4 * n_conditioning, 4 * tokens, n_text, entry * segments]
+    fields = f.Fields(*f.FIELDS.unpack_from(data, f.PRELUDE.size))
+    sizes, entry = _sizes(fields, prelude.flags), 4 + (f.TAG_BYTES if authenticated else f.CHECK_BYTES)
     used = f.PRELUDE.size + f.FIELDS.size + sum(sizes)
     if f.aligned(used) != end:
         raise _malformed(f"its counts ask for a head of {f.aligned(used):,} bytes, it has {end:,}")
-    if zero or zero2 or any(data[used:end]):
+    if fields.zero or fields.zero2 or any(data[used:end]):
         raise _malformed("bytes that must be zero are not")
-    layers, named, key_id, fingerprint, tokenizer, namespace, conditioning, ids, text, index = _cut(
+    if fields.key_id_bytes and not authenticated:
+        raise _malformed("a key id without authentication")
+    if fields.text_bytes and not prelude.flags & f.HAS_TEXT:
+        raise _malformed("a text without its flag")
+    layers, streams, key_id, fingerprint, tokenizer, namespace, conditioning, ids, text, index = _cut(
         data, f.PRELUDE.size + f.FIELDS.size, sizes
     )
-    if n_key_id and not authenticated:
-        raise _malformed("a key id without authentication")
-    if n_text and not prelude.flags & f.HAS_TEXT:
-        raise _malformed("a text without its flag")
     header = Header(
-        codec=_name(codec),
-        level=level,
-        dtype=_dtype(dtype),
-        arrangement=arrangement,
+        codec=_name(fields.codec),
+        level=fields.level,
+        dtype=_dtype(fields.dtype),
+        arrangement=_arrangement(fields),
         layers=tuple(LayerShape(*shape) for shape in f.LAYER.iter_unpack(layers)),
         fingerprint=_text(fingerprint),
         ids=bytes(ids),
-        profile_hash=profile.hex() if any(profile) else "",
+        profile_hash=fields.profile.hex() if any(fields.profile) else "",
         conditioning=bytes(conditioning),
         tokenizer=_text(tokenizer),
         namespace=_text(namespace),
         text=_text(text) if prelude.flags & f.HAS_TEXT else None,
         layer0=not prelude.flags & f.NO_LAYER0,
-        token_streams=tuple(TokenStream(_name(n), _dtype(d)) for n, d in f.TOKEN_STREAM.iter_unpack(named)),
+        token_streams=tuple(TokenStream(_name(n), _dtype(d)) for n, d in f.TOKEN_STREAM.iter_unpack(streams)),
         key_id=bytes(key_id) if authenticated else None,
     )
     entries = list(iter_unpack(f"<I{entry - 4}s", index))
@@ -189,6 +176,35 @@ def parse_head(data: memoryview, prelude: Prelude) -> Head:
     if prelude.head_end + head.payload_bytes != prelude.total:
         raise _malformed("its segments do not add up to its length")
     return head
+
+
+def _index(head: Head) -> Iterable[bytes]:
+    for length, check in zip(head.lengths, head.checks, strict=True):
+        yield pack("<I", length) + check
+
+
+def _arrangement(fields: f.Fields) -> Arrangement:
+    return Arrangement(fields.group_tokens, fields.unit_layers, fields.parts, fields.streams)
+
+
+def _sizes(fields: f.Fields, flags: int) -> list[int]:
+    """Bytes of everything between the fixed fields and the padding, in order."""
+    check_arrangement(_arrangement(fields))
+    stored = fields.layers - bool(flags & f.NO_LAYER0)
+    if stored < 1:
+        raise _malformed("it holds no layer")
+    groups, units = -(-fields.tokens // fields.group_tokens), -(-stored // fields.unit_layers)
+    segments = fields.token_streams + fields.streams * units * fields.parts * groups
+    names = [fields.key_id_bytes, fields.fingerprint_bytes, fields.tokenizer_bytes, fields.namespace_bytes]
+    return [
+        f.LAYER.size * fields.layers,
+        f.TOKEN_STREAM.size * fields.token_streams,
+        *names,
+        4 * fields.conditioning,
+        4 * fields.tokens,
+        fields.text_bytes,
+        segments * (4 + (f.TAG_BYTES if flags & f.AUTHENTICATED else f.CHECK_BYTES)),
+    ]
 
 
 def _cut(data: memoryview, at: int, sizes: Sequence[int]) -> Iterable[memoryview]:
