@@ -32,22 +32,3 @@ class ChunkFileError(BlendError, ValueError):
     def __init__(self, message: str, *, reason: str = "header") -> None:
         super().__init__(message)
         self.reason = reason
-
-
-def refuse_compiled() -> None:
-    """Raises where `torch.compile` traces code that a `BlendedCache` steers: the rows computed are chosen as it runs.
-
-    Raises:
-        ValueError: when the traced code is run (under `fullgraph`, torch raises an error of its own).
-    """
-    import torch  # here: what only raises errors needs no torch
-
-    if torch.compiler.is_compiling():
-        torch.compiler.disable(_refuse_compiled)()
-
-
-def _refuse_compiled() -> None:
-    raise ValueError(
-        "a model that is compiled would blend wrongly: for a BlendedCache call the model that was not compiled, or "
-        "within torch.compiler.set_stance('force_eager')"
-    )

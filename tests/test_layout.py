@@ -10,13 +10,13 @@ import blendkv
 PACKAGE = Path(blendkv.__file__).parent
 _ORDER = """
 _version _paths errors container.format container.seals container.header container.packing container.sources
-container.writer container.reader container codecs.base codecs.raw codecs _compat flops report kernels.table chunk
-weights rope kernels.naive kernels.placing kernels.rows kernels.mass kernels.attention kernels prompt selectors.base
-selectors.static selectors.deviation selectors stores.pool stores attention cache facts plan buffers waits graphs
-norms blend decoding attachment hooks learning proof attaching layout prefilling chunkfile library models testing
-passages bench bench.measure bench.tasks bench.methods bench.shapes bench.prompts bench.gates bench.decode
-bench.memory bench.results bench.kernels bench.ttft bench.table bench.plot bench.quality verify families survey
-guide demo _console cli
+container.writer container.reader container codecs.base codecs.raw codecs _compat compiling flops report
+kernels.table chunk weights rope kernels.naive kernels.placing kernels.rows kernels.mass kernels.attention kernels
+prompt selectors.base selectors.static selectors.deviation selectors stores.pool stores attention cache facts plan
+buffers waits graphs norms blend decoding attachment hooks learning proof attaching layout prefilling chunkfile
+library models testing passages bench bench.measure bench.tasks bench.methods bench.shapes bench.prompts bench.gates
+bench.decode bench.memory bench.results bench.kernels bench.ttft bench.table bench.plot bench.quality verify
+families survey guide demo _console cli
 """
 ORDER = _ORDER.split()
 
