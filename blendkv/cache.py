@@ -11,7 +11,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from blendkv import _compat
 from blendkv.chunk import ChunkCache, MissingChunk
-from blendkv.errors import CacheStateError, NotAttachedError, refuse_compiled
+from blendkv.compiling import refuse_compiled
+from blendkv.errors import CacheStateError, NotAttachedError
 from blendkv.report import BlendReport
 from blendkv.selectors import Selector, get_selector
 

@@ -1,7 +1,5 @@
 """Errors of blendkv. Each message says what to do next."""
 
-import torch
-
 
 class BlendError(Exception):
     """Base class of every error that blendkv raises on purpose."""
@@ -24,29 +22,13 @@ class ChunkMissError(BlendError, LookupError):
 
 
 class ChunkFileError(BlendError, ValueError):
-    """The bytes of a chunk are not what they should be.
+    """Bytes that are no chunk file, or none that may be read here.
 
     Attributes:
-        reason: in one word, for counting.
+        reason: a short word for counters: "magic", "version", "header", "limit", "truncated", "length", "checksum",
+            "authentication", "codec", "profile", "geometry", "symbols" or "layer0".
     """
 
-    def __init__(self, message: str, *, reason: str) -> None:
+    def __init__(self, message: str, *, reason: str = "header") -> None:
         super().__init__(message)
         self.reason = reason
-
-
-def refuse_compiled() -> None:
-    """Raises where `torch.compile` traces code that a `BlendedCache` steers: the rows computed are chosen as it runs.
-
-    Raises:
-        ValueError: when the traced code is run (under `fullgraph`, torch raises an error of its own).
-    """
-    if torch.compiler.is_compiling():
-        torch.compiler.disable(_refuse_compiled)()
-
-
-def _refuse_compiled() -> None:
-    raise ValueError(
-        "a model that is compiled would blend wrongly: for a BlendedCache call the model that was not compiled, or "
-        "within torch.compiler.set_stance('force_eager')"
-    )

@@ -17,8 +17,9 @@ from blendkv import _compat, attention, kernels
 from blendkv.attachment import Attachment, LayerForward
 from blendkv.blend import Blend, take_rows
 from blendkv.cache import BlendedCache, BlendedLayer
+from blendkv.compiling import refuse_compiled
 from blendkv.decoding import Step, fits
-from blendkv.errors import NotAttachedError, UnsupportedModelError, refuse_compiled
+from blendkv.errors import NotAttachedError, UnsupportedModelError
 from blendkv.graphs import devices_of
 from blendkv.norms import fuse, restore_forward, unfuse
 

@@ -114,6 +114,51 @@ def _run(
         yield i, tuple(keys[b]), tuple(values[b])
 
 
+class _Stop(Exception):
+    """Carries the first keys and values out of a forward."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.states = keys, values
+
+
+class _FirstStates(DynamicCache):
+    """A cache that ends a forward as soon as its first layer has keys and values."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any):
+        raise _Stop(key_states, value_states)
+
+
+@torch.no_grad()
+def first_layer(model: nn.Module, ids: Tensor, conditioning: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+    """Keys and values of layer 0 alone, which depend on nothing but the tokens; no other layer is run.
+
+    Args:
+        model: a transformers decoder; it is attached.
+        ids: `[T]` token ids of a chunk.
+        conditioning: ids in front of it; only their number matters here.
+
+    Returns:
+        `[H, T, D]` keys, un-rotated, and `[H, T, Dv]` values: those of `prefill`, up to the rounding of another batch.
+
+    Raises:
+        UnsupportedModelError: if the model cannot be blended.
+    """
+    state = attachment_of(attach(model))
+    require_eval(state.decoder)
+    facts, device = state.facts, next(state.model.parameters()).device
+    positions = torch.arange(len(conditioning), len(conditioning) + len(ids), device=device)[None]
+    keyword = {_compat.cache_keyword(state.decoder.forward): _FirstStates()}
+    try:
+        with torch.autocast(device.type, enabled=False):
+            state.decoder(input_ids=ids[None].to(device), position_ids=positions, use_cache=True, **keyword)
+    except _Stop as stop:
+        keys, values = stop.states
+        rotation = facts.rotations[0]
+        plain = rotation.unrotate(keys, on_device(rotation.angles(facts.rotary, positions), keys.device))
+        return plain[0].contiguous(), values[0].contiguous()
+    raise AssertionError("an attached model updates its cache")
+
+
 def batches(lengths: Sequence[int], batch_tokens: int, front: int = 0) -> Iterator[list[int]]:
     """Indices grouped by similar length so that rows x longest stays within `batch_tokens`."""
     batch: list[int] = []

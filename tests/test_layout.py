@@ -9,13 +9,15 @@ import blendkv
 
 PACKAGE = Path(blendkv.__file__).parent
 _ORDER = """
-_version _paths errors _compat flops report codecs.classes codecs.tables codecs.naive codecs.loops codecs.rans codecs
-kernels.table chunk weights rope kernels.naive kernels.placing kernels.rows kernels.rans kernels.mass
-kernels.attention kernels prompt selectors.base selectors.static selectors.deviation selectors stores.pool stores
-attention cache facts plan buffers waits graphs norms blend decoding attachment hooks learning proof attaching layout
-prefilling library models testing passages bench bench.measure bench.tasks bench.methods bench.shapes bench.prompts
-bench.gates bench.decode bench.memory bench.results bench.kernels bench.coding bench.ttft bench.table bench.plot
-bench.quality verify families survey guide demo _console cli
+_version _paths errors container.format container.seals container.header container.packing container.sources
+container.writer container.reader container codecs.classes codecs.tables codecs.naive codecs.loops codecs.rans
+codecs.base codecs.raw codecs _compat compiling flops report kernels.table chunk weights rope kernels.naive
+kernels.placing kernels.rows kernels.rans kernels.mass kernels.attention kernels prompt selectors.base
+selectors.static selectors.deviation selectors stores.pool stores attention cache facts plan buffers waits graphs norms
+blend decoding attachment hooks learning proof attaching layout prefilling chunkfile library models testing passages
+bench bench.measure bench.tasks bench.methods bench.shapes bench.prompts bench.gates bench.decode bench.memory
+bench.results bench.kernels bench.coding bench.ttft bench.table bench.plot bench.quality verify families survey guide
+demo _console cli
 """
 ORDER = _ORDER.split()
 
@@ -32,7 +34,8 @@ def imports(path: Path) -> set[str]:
         if isinstance(node, ast.ImportFrom) and node.module == "blendkv":
             found |= {alias.name for alias in node.names if alias.name in ORDER}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("blendkv."):
-            found.add(node.module.removeprefix("blendkv."))
+            name = node.module.removeprefix("blendkv.")
+            found |= {f"{name}.{alias.name}" for alias in node.names} & set(ORDER) or {name}
     return found
 
 

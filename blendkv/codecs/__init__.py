@@ -1,1 +1,128 @@
-"""Codecs: chunks to bytes and back."""
+"""Codecs: keys and values as few bytes. One family a file, registered by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from blendkv.codecs.base import DTYPES, Arrangement, Codec, LayerShape, dtype_name
+from blendkv.container import Header
+from blendkv.errors import ChunkFileError
+
+__all__ = [
+    "DTYPES",
+    "Arrangement",
+    "Codec",
+    "LayerShape",
+    "Profiles",
+    "codec_class",
+    "codec_names",
+    "codec_of",
+    "dtype_name",
+    "get_codec",
+]
+
+GROUP = "blendkv.codecs"
+"""Entry point group in which other packages register codecs."""
+_CODECS = {  # imported when they are first used
+    "raw": "blendkv.codecs.raw:Raw",
+}
+
+Profiles = Mapping[str, Any] | Callable[[str], Any]
+"""Profiles by their hash: a mapping, or a function that gives None for one it does not have."""
+
+
+@cache
+def _entries() -> dict[str, EntryPoint]:
+    own = {name: EntryPoint(name, value, GROUP) for name, value in _CODECS.items()}
+    return {entry.name: entry for entry in entry_points(group=GROUP)} | own
+
+
+def codec_names() -> list[str]:
+    """Names that `get_codec` knows, those of installed plug-ins (entry point group `blendkv.codecs`) included."""
+    return sorted(_entries())
+
+
+@cache
+def _load(name: str) -> type[Codec]:
+    return _entries()[name].load()
+
+
+def codec_class(name: str) -> type[Codec]:
+    """The class of that name.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+    if name not in _entries():
+        raise ValueError(f"unknown codec {name!r}; choose one of {', '.join(codec_names())} or pass a Codec")
+    return _load(name)
+
+
+def get_codec(codec: str | Codec, **settings: Any) -> Codec:
+    """The codec of that name, or the codec itself.
+
+    Args:
+        codec: a name, or a codec, which is returned as it is.
+        settings: `level` and `profile`, where the defaults of the class will not do.
+
+    Raises:
+        ValueError: for an unknown name, or settings that the codec does not have.
+    """
+    return codec_class(codec)(**settings) if isinstance(codec, str) else codec
+
+
+def codec_of(header: Header, profiles: Profiles | None = None) -> Codec:
+    """The codec that decodes a file.
+
+    Args:
+        header: of the file.
+        profiles: where the profile is, if the codec needs one.
+
+    Raises:
+        ChunkFileError: with reason "codec" for an unknown codec or level, "profile" for a missing or foreign profile,
+            "geometry" for a file that this codec would have cut in another way.
+    """
+    if header.codec not in _entries():
+        raise ChunkFileError(
+            f"the chunk file needs codec {header.codec!r}; installed are {', '.join(codec_names())}", reason="codec"
+        )
+    kind = codec_class(header.codec)
+    profile = _profile(header, profiles) if kind.needs_profile else None
+    try:
+        codec = kind(level=header.level, profile=profile)
+    except ValueError as error:
+        raise ChunkFileError(
+            f"codec {header.codec!r} refuses the settings of the file: {error}", reason="codec"
+        ) from error
+    if codec.profile_hash != header.profile_hash:
+        raise ChunkFileError(
+            f"the chunk file was coded with profile {header.profile_hash!r}, not with {codec.profile_hash!r}",
+            reason="profile",
+        )
+    try:
+        arrangement = codec.arrangement(header.layers, header.tokens)
+    except ValueError as error:
+        raise ChunkFileError(f"codec {header.codec!r} cannot hold such layers: {error}", reason="geometry") from error
+    if arrangement != header.arrangement:
+        raise ChunkFileError(
+            f"the chunk file is cut as {header.arrangement}, codec {header.codec!r} cuts as {arrangement}; delete it",
+            reason="geometry",
+        )
+    return codec
+
+
+def _profile(header: Header, profiles: Profiles | None) -> Any:
+    wanted = header.profile_hash
+    profile = None
+    if wanted and profiles is not None:
+        profile = profiles.get(wanted) if isinstance(profiles, Mapping) else profiles(wanted)
+    if profile is None:
+        raise ChunkFileError(
+            f"the chunk file needs profile {wanted or '(it names none)'}: pass it in profiles=, or compute the chunk "
+            "again",
+            reason="profile",
+        )
+    return profile

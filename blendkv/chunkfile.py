@@ -1,0 +1,297 @@
+"""A chunk as one chunk file, and back: whole, or layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from blendkv.attaching import attach, attachment_of
+from blendkv.chunk import ChunkCache, chunk_key, ids_bytes
+from blendkv.codecs import DTYPES, Codec, Profiles, codec_of, dtype_name, get_codec
+from blendkv.container import ContainerReader, Header, LayerShape, TokenStream, pack
+from blendkv.container.format import MAX_DECODED
+from blendkv.container.seals import Secret
+from blendkv.errors import ChunkFileError
+from blendkv.prefilling import first_layer
+
+
+def encode_chunk(
+    chunk: ChunkCache,
+    codec: str | Codec = "raw",
+    *,
+    secret: bytes | None = None,
+    key_id: bytes = b"",
+    layer0: bool = True,
+    token_streams: Mapping[str, Tensor] | None = None,
+) -> bytes:
+    """A chunk as the bytes of a chunk file.
+
+    Args:
+        chunk: its tensors may be on any device. Its text is left out if the head of the file would become larger than
+            1 MiB.
+        codec: a codec, or the name of one that needs no profile.
+        secret: 16 to 64 bytes; seals the file, so that only who has it can read it without an error.
+        key_id: up to 16 bytes that name the secret.
+        layer0: False leaves layer 0 out, which `model=` rebuilds on reading.
+        token_streams: by name, `[T]` one number a token, in fp32, fp16 or bf16.
+
+    Raises:
+        ValueError: for a chunk that cannot be stored: NaN or Inf, mixed or other dtypes, sizes beyond the format's
+            (`ChunkFileError`).
+    """
+    codec, name = get_codec(codec), _checked_dtype(chunk)
+    streams = dict(sorted((token_streams or {}).items()))
+    shapes = tuple(
+        LayerShape(k.shape[0], k.shape[2], v.shape[2]) for k, v in zip(chunk.keys, chunk.values, strict=True)
+    )
+    header = Header(
+        codec=codec.name,
+        level=codec.level,
+        dtype=name,
+        arrangement=codec.arrangement(shapes, len(chunk)),
+        layers=shapes,
+        fingerprint=chunk.fingerprint,
+        ids=ids_bytes(chunk.ids),
+        profile_hash=codec.profile_hash,
+        conditioning=ids_bytes(chunk.conditioning),
+        tokenizer=chunk.tokenizer,
+        namespace=chunk.namespace,
+        text=chunk.text,
+        layer0=layer0,
+        token_streams=tuple(TokenStream(name, dtype_name(scores.dtype)) for name, scores in streams.items()),
+        key_id=None if secret is None else key_id,
+    )
+    segments = [_token_bytes(name, scores, len(chunk)) for name, scores in streams.items()]
+    runs: list[list[bytes]] = [[] for _ in range(header.arrangement.streams)]
+    for unit in range(header.units):
+        layers = header.layers_of(unit)
+        keys = [_checked(chunk.keys[layer], f"keys of layer {layer}") for layer in layers]
+        values = [_checked(chunk.values[layer], f"values of layer {layer}") for layer in layers]
+        encoded = codec.encode_unit(layers.start, keys, values)
+        if len(encoded) != len(runs) * header.unit_segments:
+            raise ValueError(f"codec {codec.name!r} made {len(encoded)} segments of a unit, not what it arranged")
+        for stream, run in enumerate(runs):
+            run += encoded[stream * header.unit_segments : (stream + 1) * header.unit_segments]
+    for run in runs:
+        segments += run
+    return pack(header, segments, secret=secret)
+
+
+def decode_chunk(
+    source: Any,
+    *,
+    profiles: Profiles | None = None,
+    secret: Secret | None = None,
+    model: nn.Module | None = None,
+    device: torch.device | str | None = None,
+    max_bytes: int = MAX_DECODED,
+) -> ChunkCache:
+    """The chunk in a chunk file; arguments and errors are those of `ChunkFile`."""
+    with ChunkFile(source, profiles=profiles, secret=secret, model=model, device=device, max_bytes=max_bytes) as file:
+        return file.read()
+
+
+class ChunkFile:
+    """An open chunk file, to be read layer by layer or whole.
+
+    Args:
+        source: bytes, a path, a seekable binary file (fsspec's too) or a `blendkv.container.Source`.
+        profiles: by hash, for codecs that need one.
+        secret: of a sealed file: the secret, or secrets by key id.
+        model: rebuilds layer 0 where it was left out.
+        device: where tensors go; None leaves them on the CPU.
+        max_bytes: most bytes that keys and values may take.
+
+    Attributes:
+        header: what the file says about itself.
+        size: bytes of the file.
+        rebuilt: how often layer 0 was computed by the model.
+
+    Raises:
+        ChunkFileError: for whatever is wrong with the bytes, with its `reason`.
+        OSError: from the source.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        profiles: Profiles | None = None,
+        secret: Secret | None = None,
+        model: nn.Module | None = None,
+        device: torch.device | str | None = None,
+        max_bytes: int = MAX_DECODED,
+    ) -> None:
+        self._reader = ContainerReader(source, secret=secret, max_bytes=max_bytes)
+        try:
+            self._codec = codec_of(self._reader.header, profiles)
+        except BaseException:
+            self._reader.close()
+            raise
+        self.header: Header = self._reader.header
+        self.size = self._reader.size
+        self.rebuilt = 0
+        self._model, self._device = model, device
+
+    @property
+    def ids(self) -> Tensor:
+        """`[T]` token ids."""
+        return torch.from_numpy(np.frombuffer(self.header.ids, "<u4").astype(np.int64))
+
+    @property
+    def conditioning(self) -> tuple[int, ...]:
+        """Ids that stood before the chunk."""
+        return tuple(np.frombuffer(self.header.conditioning, "<u4").tolist())
+
+    @property
+    def key(self) -> str:
+        """The key of the chunk (`ChunkCache.key`), to be compared with the one that was looked up."""
+        header = self.header
+        return chunk_key(self.ids, header.fingerprint, self.conditioning, header.tokenizer, header.namespace)
+
+    def layer(self, layer: int, streams: int | None = None) -> tuple[Tensor, Tensor]:
+        """Keys `[H, T, D]`, un-rotated, and values `[H, T, Dv]` of one layer; one ranged read a stream.
+
+        Args:
+            layer: counted from the model's layer 0.
+            streams: how many of the file's streams to use; None: all.
+
+        Raises:
+            IndexError: if the model has no such layer.
+        """
+        header = self.header
+        if not 0 <= layer < len(header.layers):
+            raise IndexError(f"layer {layer}: the chunk has layers 0 to {len(header.layers) - 1}")
+        if layer not in header.stored:
+            return self._rebuild()
+        unit = header.unit_of(layer)
+        return self.unit(unit, streams)[layer - header.layers_of(unit).start]
+
+    def unit(self, unit: int, streams: int | None = None) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of the layers that are decoded together, `header.layers_of(unit)`; one ranged read a stream.
+
+        Args:
+            unit: from 0 to `header.units - 1`.
+            streams: as for `layer`.
+
+        Raises:
+            IndexError: if there is no such unit.
+        """
+        if not 0 <= unit < self.header.units:
+            raise IndexError(f"unit {unit}: the chunk has units 0 to {self.header.units - 1}")
+        count = self._streams(streams)
+        return self._decode(unit, [s for stream in range(count) for s in self._reader.unit(unit, stream)], count)
+
+    def read(self, streams: int | None = None) -> ChunkCache:
+        """The whole chunk; one ranged read.
+
+        Args:
+            streams: how many of the file's streams to use, which are a prefix of the file; None: all.
+        """
+        header, count = self.header, self._streams(streams)
+        segments, step = self._reader.streams(count), header.unit_segments
+        layers = [] if header.layer0 else [self._rebuild()]
+        for unit in range(header.units):
+            starts = [(stream * header.units + unit) * step for stream in range(count)]
+            layers += self._decode(unit, [s for start in starts for s in segments[start : start + step]], count)
+        keys, values = zip(*layers, strict=True)
+        return ChunkCache(
+            ids=self.ids,
+            keys=keys,
+            values=values,
+            fingerprint=header.fingerprint,
+            conditioning=self.conditioning,
+            tokenizer=header.tokenizer,
+            namespace=header.namespace,
+            text=header.text,
+        )
+
+    def token_stream(self, name: str) -> Tensor:
+        """`[T]` what was stored for each token.
+
+        Raises:
+            KeyError: for an unknown name.
+        """
+        dtypes = {stream.name: DTYPES[stream.dtype] for stream in self.header.token_streams}
+        data = self._reader.token_stream(name)
+        return torch.frombuffer(bytearray(data), dtype=dtypes[name])
+
+    def close(self) -> None:
+        """Closes the file, if it was opened for a path."""
+        self._reader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _streams(self, wanted: int | None) -> int:
+        there = self.header.arrangement.streams
+        if wanted is not None and not 1 <= wanted <= there:
+            raise ValueError(f"streams={wanted}: the chunk file has {there}")
+        return wanted or there
+
+    def _decode(self, unit: int, segments: list[memoryview], streams: int) -> list[tuple[Tensor, Tensor]]:
+        header, layers = self.header, self.header.layers_of(unit)
+        shapes, dtype = [header.layers[layer] for layer in layers], DTYPES[header.dtype]
+        keys, values = self._codec.decode_unit(layers.start, shapes, header.tokens, dtype, segments, streams)
+        _require_shapes(shapes, header.tokens, dtype, keys, values)
+        return [(self._place(k), self._place(v)) for k, v in zip(keys, values, strict=True)]
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        return tensor if self._device is None else tensor.to(self._device)
+
+    def _rebuild(self) -> tuple[Tensor, Tensor]:
+        header = self.header
+        if self._model is None:
+            raise ChunkFileError(
+                "layer 0 is not in the chunk file: pass model=, which computes it from the token ids", reason="layer0"
+            )
+        state = attachment_of(attach(self._model))
+        if state.facts.fingerprint != header.fingerprint or int(self.ids.max()) >= state.config.vocab_size:
+            raise ChunkFileError(
+                "layer 0 is not in the chunk file, and the model given is not the one that computed the others: pass "
+                f"the model of fingerprint {header.fingerprint}",
+                reason="layer0",
+            )
+        keys, values = first_layer(self._model, self.ids, self.conditioning)
+        shape, dtype = header.layers[:1], DTYPES[header.dtype]
+        _require_shapes(shape, header.tokens, dtype, [keys], [values])
+        self.rebuilt += 1
+        return self._place(keys), self._place(values)
+
+
+def _checked_dtype(chunk: ChunkCache) -> str:
+    dtypes = {t.dtype for t in (*chunk.keys, *chunk.values)}
+    if len(dtypes) > 1:
+        raise ValueError(f"a chunk with tensors of {', '.join(sorted(map(str, dtypes)))}: one dtype for all of them")
+    return dtype_name(dtypes.pop())
+
+
+def _checked(tensor: Tensor, what: str) -> Tensor:
+    tensor = tensor.detach().cpu()
+    if not bool(torch.isfinite(tensor).all()):
+        raise ValueError(f"{what} hold NaN or Inf: such a chunk is not stored; look at the model that computed it")
+    return tensor
+
+
+def _token_bytes(name: str, scores: Tensor, tokens: int) -> bytes:
+    if scores.shape != (tokens,):
+        raise ValueError(
+            f"token stream {name!r} of shape {tuple(scores.shape)}: one number for each of {tokens} tokens"
+        )
+    return scores.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _require_shapes(
+    shapes: Sequence[LayerShape], tokens: int, dtype: torch.dtype, keys: Sequence[Tensor], values: Sequence[Tensor]
+) -> None:
+    declared = [((s.heads, tokens, s.key_dim), (s.heads, tokens, s.value_dim)) for s in shapes]
+    decoded = [(tuple(k.shape), tuple(v.shape)) for k, v in zip(keys, values, strict=True)]
+    if decoded != declared or {t.dtype for t in (*keys, *values)} != {dtype}:
+        raise ChunkFileError(f"decoded {decoded}, where the head declares {declared} of {dtype}", reason="geometry")

@@ -1,0 +1,22 @@
+"""The chunk file: a header and checked segments as bytes, and back. It knows nothing of tensors; see docs/format.md."""
+
+from __future__ import annotations
+
+from blendkv.container.header import Arrangement, Header, LayerShape, TokenStream
+from blendkv.container.reader import ContainerReader
+from blendkv.container.sources import FileSource, MemorySource, RangeSource, Source
+from blendkv.container.writer import pack, write
+
+__all__ = [
+    "Arrangement",
+    "ContainerReader",
+    "FileSource",
+    "Header",
+    "LayerShape",
+    "MemorySource",
+    "RangeSource",
+    "Source",
+    "TokenStream",
+    "pack",
+    "write",
+]
