@@ -8,6 +8,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from blendkv.codecs.base import DTYPES, Arrangement, Codec, LayerShape, dtype_name
+from blendkv.codecs.profile import Profile, load_profile
 from blendkv.container import Header
 from blendkv.errors import ChunkFileError
 
@@ -16,18 +17,23 @@ __all__ = [
     "Arrangement",
     "Codec",
     "LayerShape",
+    "Profile",
     "Profiles",
     "codec_class",
     "codec_names",
     "codec_of",
     "dtype_name",
     "get_codec",
+    "load_profile",
 ]
 
 GROUP = "blendkv.codecs"
 """Entry point group in which other packages register codecs."""
 _CODECS = {  # imported when they are first used
     "raw": "blendkv.codecs.raw:Raw",
+    "cachegen": "blendkv.codecs.cachegen:CacheGen",
+    "klt": "blendkv.codecs.klt:KLT",
+    "klt-xl": "blendkv.codecs.klt:KLTXL",
 }
 
 Profiles = Mapping[str, Any] | Callable[[str], Any]
@@ -66,7 +72,8 @@ def get_codec(codec: str | Codec, **settings: Any) -> Codec:
 
     Args:
         codec: a name, or a codec, which is returned as it is.
-        settings: `level` and `profile`, where the defaults of the class will not do.
+        settings: `level`, `profile` (a `Profile`, its file or its hash) and what else the class takes, where its
+            defaults will not do.
 
     Raises:
         ValueError: for an unknown name, or settings that the codec does not have.
@@ -79,7 +86,7 @@ def codec_of(header: Header, profiles: Profiles | None = None) -> Codec:
 
     Args:
         header: of the file.
-        profiles: where the profile is, if the codec needs one.
+        profiles: where the profile is, if the codec needs one; None: where `blendkv profile` puts it.
 
     Raises:
         ChunkFileError: with reason "codec" for an unknown codec or level, "profile" for a missing or foreign profile,
@@ -92,7 +99,7 @@ def codec_of(header: Header, profiles: Profiles | None = None) -> Codec:
     kind = codec_class(header.codec)
     profile = _profile(header, profiles) if kind.needs_profile else None
     try:
-        codec = kind(level=header.level, profile=profile)
+        codec = kind(level=header.level, profile=profile, **_streams(kind, header))
     except ValueError as error:
         raise ChunkFileError(
             f"codec {header.codec!r} refuses the settings of the file: {error}", reason="codec"
@@ -114,10 +121,15 @@ def codec_of(header: Header, profiles: Profiles | None = None) -> Codec:
     return codec
 
 
+def _streams(kind: type[Codec], header: Header) -> dict[str, int]:
+    """What tells a class that can code in one stream or in several how many the file has."""
+    return {"streams": header.arrangement.streams} if hasattr(kind, "max_streams") else {}
+
+
 def _profile(header: Header, profiles: Profiles | None) -> Any:
-    wanted = header.profile_hash
+    wanted, profiles = header.profile_hash, load_profile if profiles is None else profiles
     profile = None
-    if wanted and profiles is not None:
+    if wanted:
         profile = profiles.get(wanted) if isinstance(profiles, Mapping) else profiles(wanted)
     if profile is None:
         raise ChunkFileError(

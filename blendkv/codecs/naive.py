@@ -57,7 +57,7 @@ def decode(
                     out[token][channel] = word if word < 2**15 else word - 2**16
     except IndexError:
         raise ChunkFileError("too few words", reason="symbols") from None
-    if len(words) >= 8 or any(words) or states != [START] * lanes:
+    if any(words) or states != [START] * lanes:
         raise ChunkFileError("it does not end where it should", reason="symbols")
     return out
 

@@ -3,7 +3,7 @@
 After Duda 2013, "Asymmetric numeral systems", and Giesen 2014, "Interleaved entropy coders": several lanes, each with a
 state of its own, share one sequence of words, in the order in which the decoder wants them. A section is
 
-    u32 state of every lane | u16 words | zeros up to a multiple of 16 bytes
+    u32 state of every lane | u16 words | zeros, up to a multiple of 16 bytes
 
 in little endian. Channels that are coded are numbered in order; number c of a token belongs to lane c % lanes. Tokens
 follow each other, and in a token blocks of `lanes` channels. For each block every lane takes a symbol off its state;
@@ -96,7 +96,7 @@ def decode(
     words[:size] = np.frombuffer(payload, np.uint16, size, 4 * lanes)
     dense = np.empty((tokens, len(rows)), np.int16)
     at = pop(words, size, states, rows * np.uint32(SLOTS), context, tables().lut.ravel(), dense.ravel())
-    if at < 0 or size - at >= ALIGN // 2 or words[at:].any() or (states != START).any():
+    if at < 0 or words[at:].any() or (states != START).any():
         raise _damaged("symbols that do not end where they should")
     if len(rows) == channels:
         return dense

@@ -194,6 +194,6 @@ def _decode(
         to += stride
     left = tl.arange(0, 8)
     rest = tl.load(words + at + left, mask=at + left < size, other=0).to(tl.int32)
-    bad = (at > size) | (size - at >= 8) | (tl.sum((rest != 0).to(tl.int32), 0) > 0)
+    bad = (at > size) | (tl.sum((rest != 0).to(tl.int32), 0) > 0)
     bad = bad | (tl.sum((state != START).to(tl.int32), 0) > 0)
     tl.store(status + tl.program_id(0), bad.to(tl.int32))

@@ -1,0 +1,151 @@
+"""A profile: what a codec knows of one model's keys and values, calibrated once and named by every chunk file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from blendkv._paths import blendkv_home
+from blendkv.codecs.base import LayerShape
+
+VERSION = 1
+_KEY = "blendkv_profile"
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """Statistics of one model for one codec; `blendkv profile` makes it.
+
+    Attributes:
+        codec: the codec that it is for.
+        shapes: of the model's layers.
+        tensors: the codec's own, by name.
+        settings: the codec's own, JSON.
+        about: for people, JSON: model, texts, what was predicted. Not part of the hash.
+    """
+
+    codec: str
+    shapes: tuple[LayerShape, ...]
+    tensors: Mapping[str, Tensor] = field(repr=False)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def hash(self) -> str:
+        """32 hex digits: BLAKE2b of everything that decoding depends on."""
+        digest = hashlib.blake2b(digest_size=16, person=b"blendkv profile ")
+        parts = [self._json(about=False).encode()]
+        for name in sorted(self.tensors):
+            tensor = self.tensors[name].contiguous()
+            parts += [f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), tensor.view(torch.uint8).numpy().data]
+        for part in parts:
+            digest.update(
+                len(part).to_bytes(8, "little") if isinstance(part, bytes) else part.nbytes.to_bytes(8, "little")
+            )
+            digest.update(part)
+        return digest.hexdigest()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def require_shapes(self, shapes: tuple[LayerShape, ...]) -> None:
+        """Raises `ValueError` unless layers have the shapes of the model that was profiled."""
+        if self.shapes != tuple(shapes):
+            raise ValueError(
+                f"profile {self.hash} is of a model with {len(self.shapes)} layers such as {self.shapes[0]}; the chunk "
+                f"has {len(shapes)} such as {shapes[0]}: make a profile of this model with `blendkv profile`"
+            )
+
+    def save(self, path: str | Path | None = None) -> Path:
+        """Writes a safetensors file; by default into the folder where `load_profile` looks for it by its hash."""
+        path = profile_folder() / f"{self.hash}.safetensors" if path is None else Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.part")
+        tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
+        save_file(tensors, part, metadata={_KEY: self._json(about=True)})
+        part.replace(path)
+        return path
+
+    def _json(self, about: bool) -> str:
+        said = {
+            "version": VERSION,
+            "codec": self.codec,
+            "shapes": [list(asdict(shape).values()) for shape in self.shapes],
+            "settings": dict(self.settings),
+        }
+        return json.dumps(said | ({"about": dict(self.about)} if about else {}), sort_keys=True)
+
+
+def profile_folder() -> Path:
+    """Where profiles lie by their hash; it may not exist yet."""
+    return blendkv_home() / "profiles"
+
+
+def read_profile(path: str | Path) -> Profile:
+    """Reads a profile.
+
+    Raises:
+        ValueError: if the file is none.
+        OSError: if it cannot be read.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no profile at {path}: make one with `blendkv profile MODEL --data FILES`")
+    try:
+        with safe_open(path, "pt") as file:
+            said = json.loads((file.metadata() or {})[_KEY])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a handle, not a mapping
+        if said["version"] != VERSION:
+            raise ValueError(f"of version {said['version']}; this blendkv reads {VERSION}")
+        shapes = tuple(LayerShape(*map(int, shape)) for shape in said["shapes"])
+        return Profile(said["codec"], shapes, tensors, said["settings"], said["about"])
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a profile that can be read: {error}") from error
+
+
+def load_profile(name: str | Path) -> Profile | None:
+    """The profile in a file or, by its hash of 32 hex digits, in `profile_folder()`; None for an unknown hash.
+
+    Raises:
+        ValueError: if the file is no profile, or not the one its name says.
+    """
+    name = str(name)
+    if len(name) != 32 or set(name) - set("0123456789abcdef"):
+        return read_profile(name)
+    path = profile_folder() / f"{name}.safetensors"
+    if not path.is_file():
+        return None
+    profile = read_profile(path)
+    if profile.hash != name:
+        raise ValueError(f"{path} holds profile {profile.hash}: delete it, and make the profile again")
+    return profile
+
+
+def profile_for(codec: str, given: Profile | str | Path | None) -> Profile:
+    """The profile that a codec was given: itself, its file or its hash.
+
+    Raises:
+        ValueError: if there is none, or if it is another codec's.
+    """
+    profile = load_profile(given) if isinstance(given, str | Path) else given
+    if not isinstance(profile, Profile):
+        lacks = f"finds no profile {given} in {profile_folder()}" if given else "needs a profile of the model"
+        raise ValueError(
+            f"{codec} {lacks}: `blendkv profile MODEL --data FILES --codec {codec}` makes one; pass its file or its "
+            "hash as profile="
+        )
+    if profile.codec != codec:
+        raise ValueError(f"profile {profile.hash} is for codec {profile.codec!r}, not {codec!r}")
+    return profile

@@ -1,0 +1,172 @@
+"""Channels of a unit to uncorrelated ones and back, as a profile says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blendkv.codecs.base import LayerShape
+from blendkv.codecs.profile import Profile
+from blendkv.codecs.statistics import units_of
+
+EXACT = 64
+"""Components, the largest, that are multiplied in fp32 where the rest may be in bf16."""
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """Keys or values of one layer within a unit."""
+
+    layer: int
+    values: bool
+    heads: int
+    dim: int
+
+    @property
+    def channels(self) -> int:
+        """Heads times head dim."""
+        return self.heads * self.dim
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Channels that share sections: keys or values of a layer, or everything in a unit.
+
+    Attributes:
+        slots: what they are, in order.
+        mean: `[C]` fp32.
+        matrix: `[B, n, n]` fp32 with B * n = C: a state is the mean plus symbols times step times this. Components are
+            rows, the largest first.
+        scale: `[C]` int64, log2 of each component's standard deviation in the profile's steps, in 1/16 octave.
+    """
+
+    slots: tuple[Slot, ...]
+    mean: Tensor
+    matrix: Tensor
+    scale: np.ndarray
+
+    @cached_property
+    def heads(self) -> list[int]:
+        """Channels of each head."""
+        return [slot.dim for slot in self.slots for _ in range(slot.heads)]
+
+    @cached_property
+    def forward_matrix(self) -> Tensor:
+        """The inverse of `matrix`."""
+        return torch.linalg.inv(self.matrix.double()).float()
+
+    @cached_property
+    def _rounded(self) -> Tensor:
+        return self.matrix.bfloat16()
+
+    def gather(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+        """`[T, C]` fp32 of the unit's layers."""
+        parts = [(values if slot.values else keys)[slot.layer] for slot in self.slots]
+        return torch.cat([part.float().transpose(0, 1).flatten(1) for part in parts], 1)
+
+    def scatter(self, rows: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], at: int) -> None:
+        """Puts `[t, C]` fp32 where tokens `at`, `at + 1`, ... of the unit's layers are."""
+        first = 0
+        for slot in self.slots:
+            out = (values if slot.values else keys)[slot.layer][:, at : at + len(rows)]
+            wanted = rows[:, first : first + slot.channels].unflatten(1, (slot.heads, slot.dim)).transpose(0, 1)
+            if out.dtype == torch.float16:
+                wanted = wanted.clamp(-65504, 65504)
+            out.copy_(wanted)
+            first += slot.channels
+
+    def forward(self, states: Tensor, step: float, coded: np.ndarray) -> np.ndarray:
+        """Symbols of states.
+
+        Args:
+            states: `[T, C]` fp32.
+            step: what a symbol is worth.
+            coded: `[C]` bool, components that are wanted.
+
+        Returns:
+            `[T, C']` int16 of these.
+
+        Raises:
+            ValueError: for states so large that they cannot be meant by this profile.
+        """
+        centred = states - self.mean
+        if len(self.matrix) == 1:
+            symbols = centred @ (self.forward_matrix[0][:, torch.from_numpy(coded)] / step)
+        else:
+            blocks = centred.unflatten(1, self.matrix.shape[:2]).transpose(0, 1)
+            symbols = (blocks @ (self.forward_matrix / step)).transpose(0, 1).flatten(1)
+            symbols = symbols if coded.all() else symbols[:, torch.from_numpy(coded)]
+        symbols = symbols.round_()
+        if symbols.numel() and not bool(symbols.abs().amax() <= 0x7FFF):
+            raise ValueError(
+                "keys or values are far outside what the profile was made of: is it a profile of this model? "
+                "codec='raw' stores anything"
+            )
+        return symbols.to(torch.int16).numpy()
+
+    def inverse(self, symbols: np.ndarray, step: float, coded: np.ndarray) -> Tensor:
+        """States `[T, C]` fp32 of what `forward` returned."""
+        if len(self.matrix) > 1:
+            if not coded.all():
+                full = np.zeros((len(symbols), len(coded)), np.int16)
+                full[:, coded] = symbols
+                symbols = full
+            blocks = torch.from_numpy(symbols).float().unflatten(1, self.matrix.shape[:2]).transpose(0, 1)
+            mean = self.mean.view(len(self.matrix), 1, -1)
+            return torch.baddbmm(mean, blocks, self.matrix, alpha=step).transpose(0, 1).flatten(1)
+        chosen = np.flatnonzero(coded)
+        large, numbers = int((chosen < EXACT).sum()) if bf16_is_fast() else len(chosen), torch.from_numpy(symbols)
+        matrix = self.matrix[0] if len(chosen) == len(coded) else self.matrix[0][chosen[:large]]
+        states = torch.addmm(self.mean, numbers[:, :large].float(), matrix[:large], alpha=step)
+        if large < len(chosen):
+            matrix = self._rounded[0][chosen[large:]]
+            states.add_(numbers[:, large:].bfloat16() @ matrix, alpha=step)
+        return states
+
+
+@cache
+def bf16_is_fast() -> bool:
+    """Whether this CPU multiplies bf16 matrices in hardware."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def slots_of(shapes: Sequence[LayerShape]) -> list[Slot]:
+    """Layer by layer keys, then values."""
+    return [
+        slot
+        for layer, shape in enumerate(shapes)
+        for slot in (Slot(layer, False, shape.heads, shape.key_dim), Slot(layer, True, shape.heads, shape.value_dim))
+    ]
+
+
+@lru_cache(maxsize=8)
+def parts_of(profile: Profile) -> list[list[Part]]:
+    """The parts of each unit of a profile of transform coding.
+
+    Raises:
+        ValueError: if tensors are missing or do not fit the model's layers.
+    """
+    units = []
+    for unit, layers in enumerate(units_of(profile.shapes, int(profile.settings["unit_layers"]))):
+        slots = slots_of([profile.shapes[layer] for layer in layers])
+        groups = [tuple(slots)] if profile.settings["joint"] else [(slot,) for slot in slots]
+        units.append([_part(profile, f"{unit}.{number}", group) for number, group in enumerate(groups)])
+    return units
+
+
+def _part(profile: Profile, name: str, slots: tuple[Slot, ...]) -> Part:
+    size = sum(slot.channels for slot in slots)
+    blocks = 1 if profile.settings["joint"] else slots[0].heads
+    shapes = {"mean": (size,), "matrix": (blocks, size // blocks, size // blocks), "scale": (size,)}
+    tensors = {kind: profile.tensors.get(f"{kind}.{name}", torch.empty(0)) for kind in shapes}
+    for kind, tensor in tensors.items():
+        if tuple(tensor.shape) != shapes[kind]:
+            raise ValueError(
+                f"profile {profile.hash}: {kind}.{name} is {tuple(tensor.shape)}, and must be {shapes[kind]}"
+            )
+    return Part(slots, tensors["mean"].float(), tensors["matrix"].float(), tensors["scale"].numpy().astype(np.int64))
