@@ -92,7 +92,9 @@ def decode_chunk(
     max_bytes: int = MAX_DECODED,
 ) -> ChunkCache:
     """The chunk in a chunk file; arguments and errors are those of `ChunkFile`."""
-    with ChunkFile(source, profiles=profiles, secret=secret, rebuild=rebuild, device=device, max_bytes=max_bytes) as file:
+    with ChunkFile(
+        source, profiles=profiles, secret=secret, rebuild=rebuild, device=device, max_bytes=max_bytes
+    ) as file:
         return file.read()
 
 
@@ -206,11 +208,15 @@ class ChunkFile:
         for unit in range(header.units):
             starts = [(stream * header.units + unit) * step for stream in range(count)]
             layers += self._decode(unit, [s for start in starts for s in segments[start : start + step]], count)
-        keys, values = zip(*layers, strict=True)
+        return self.holding(*zip(*layers, strict=True))
+
+    def holding(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> ChunkCache:
+        """The chunk of this file, with keys and values that somebody else decoded."""
+        header = self.header
         return ChunkCache(
             ids=self.ids,
-            keys=keys,
-            values=values,
+            keys=tuple(keys),
+            values=tuple(values),
             fingerprint=header.fingerprint,
             conditioning=self.conditioning,
             tokenizer=header.tokenizer,

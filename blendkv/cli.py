@@ -349,8 +349,13 @@ def kernels(
     with work(as_json):
         from blendkv.bench.coding import coding_rows
         from blendkv.bench.kernels import kernel_rows
+        from blendkv.bench.loading import loading_rows
 
-        rows = [*kernel_rows(lengths, ratio, repeats=repeats), *coding_rows(repeats=repeats)]
+        rows = [
+            *kernel_rows(lengths, ratio, repeats=repeats),
+            *coding_rows(repeats=repeats),
+            *loading_rows(repeats=repeats),
+        ]
     if as_json:
         print_json({"rows": rows})
         return
