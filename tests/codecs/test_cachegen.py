@@ -55,9 +55,8 @@ def test_bins():
 def test_anchors_alone():
     """Every token is its anchor."""
     chunk = chunk_of(SMALL, 25)
-    with ChunkFile(
-        encode_chunk(chunk, get_codec("cachegen", profile=PROFILE)), profiles={PROFILE.hash: PROFILE}
-    ) as file:
+    data = encode_chunk(chunk, get_codec("cachegen", profile=PROFILE))
+    with ChunkFile(data, profiles={PROFILE.hash: PROFILE}) as file:
         anchors, whole = file.read(streams=1), file.read()
     for a, b in zip(anchors.keys, whole.keys, strict=True):
         assert torch.equal(a[:, ::10], b[:, ::10])

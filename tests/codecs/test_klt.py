@@ -10,6 +10,7 @@ from blendkv.chunkfile import decode_chunk, encode_chunk
 from blendkv.codecs import LayerShape, get_codec, rans, transform
 from blendkv.codecs.klt import KLT, LARGEST_BASE, base_rows
 from blendkv.codecs.protect import protected_bytes
+from blendkv.codecs.statistics import Statistics
 from blendkv.errors import ChunkFileError
 from tests.codecs import twin
 from tests.profiles import SMALL, chunk_of, fit, profile_of, statistics_of
@@ -93,10 +94,8 @@ def test_a_matrix_without_inverse_decodes_and_does_not_encode():
         matrix = torch.full_like(good.tensors["matrix.1.1"], value)
         bad = replace(good, tensors=dict(good.tensors) | {"matrix.1.1": matrix})
         codec = get_codec("klt", profile=bad)
-        segments = [
-            memoryview(s) for s in get_codec("klt", profile=good).encode_unit(1, chunk.keys[1:2], chunk.values[1:2])
-        ]
-        codec.decode_unit(1, SMALL[1:2], 7, torch.float32, segments, 1)
+        segments = get_codec("klt", profile=good).encode_unit(1, chunk.keys[1:2], chunk.values[1:2])
+        codec.decode_unit(1, SMALL[1:2], 7, torch.float32, [*map(memoryview, segments)], 1)
         with pytest.raises(ValueError, match="no inverse"):
             encode_chunk(chunk, codec)
 
@@ -140,7 +139,7 @@ def test_bases_that_no_encoder_writes():
 
 def test_units_of_klt_xl():
     """By default as many layers as have 2,048 channels, five at most."""
-    for shapes, layers in (((SMALL[0],) * 7, 5), ((LayerShape(8, 64, 64),) * 3, 2), ((LayerShape(16, 128, 128),), 1)):
-        assert statistics_of(shapes[:1]).__class__(shapes, 10, 10).unit_layers == layers
+    for shapes, layers in (((SMALL[0],) * 7, 5), ((LayerShape(8, 64, 64),) * 3, 2), ((LayerShape(16, 64, 64),), 1)):
+        assert Statistics(shapes, 10, 10).unit_layers == layers
     profile = fit("klt-xl", statistics_of((SMALL[0],) * 2))
     assert get_codec("klt-xl", profile=profile).arrangement((SMALL[0],) * 2, 9).unit_layers == 5

