@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from blendkv._paths import blendkv_home
@@ -105,7 +105,7 @@ class Profile:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{path.name}.part")
         tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
-        save_file(tensors, part, metadata={_KEY: self._json(about=True)})
+        part.write_bytes(save(tensors, metadata={_KEY: self._json(about=True)}))  # save_file hides it from other users
         part.replace(path)
         return path
 

@@ -27,6 +27,8 @@ def test_there_and_back(tmp_path, codec):
     profile, chunk = profile_of(codec), chunk_of(SMALL, 30)
     path = profile.save(tmp_path / "deep" / "p.safetensors")
     assert [p.name for p in path.parent.iterdir()] == ["p.safetensors"]
+    (tmp_path / "usual").touch()
+    assert path.stat().st_mode == (tmp_path / "usual").stat().st_mode
     again = read_profile(path)
     assert (again.hash, again.codec, again.shapes) == (profile.hash, codec, SMALL)
     assert (dict(again.settings), dict(again.about)) == (dict(profile.settings), dict(profile.about))
