@@ -2,8 +2,8 @@
 
 `python -m tests.goldens` writes those that are not there yet, and never one that is. To add a codec, a level or a
 feature, add a function to BUILDERS under a new name. Of `raw` the manifest has a digest of what is read, bit by bit.
-The numbers of a codec with a profile depend in their last bits on the machine that multiplies: of those the manifest has
-a digest of the symbols, and a `raw` file beside them, `.values`, has numbers that they must be near to.
+The numbers of a codec with a profile depend in their last bits on the machine that multiplies: of those the manifest
+has a digest of the symbols, and a `raw` file beside them, `.values`, has numbers that they must be near to.
 """
 
 from __future__ import annotations
