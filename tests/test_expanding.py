@@ -9,7 +9,7 @@ from blendkv.codecs import get_codec, transform
 from blendkv.codecs.tables import ABSENT
 from blendkv.expanding import decode_chunks, decode_each
 from tests.chunks import make_chunk
-from tests.profiles import make_codec
+from tests.made_up import make_codec
 
 pytest.importorskip("triton")
 
@@ -164,8 +164,9 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU"
 @pytest.mark.parametrize("name", ["klt", "klt-xl"])
 def test_on_a_gpu(name, pieces, where):
     """The shape of an 8B model's layers, bytes in each kind of memory, over and over."""
-    chunks = [make_chunk(n, 8, 8, 128, dtype=torch.bfloat16, seed=n) for n in (512, 300, 64)]
-    codec = make_codec(chunks[0], name)
+    heads = {"klt": 8, "klt-xl": 2}[name]
+    chunks = [make_chunk(n, 8, heads, 128, dtype=torch.bfloat16, seed=n) for n in (512, 300, 64)]
+    codec = make_codec(chunks[0], name, unit_layers=2)
     files = [opened(chunk, codec, "cuda" if where == "cuda" else "cpu") for chunk in chunks]
     if where == "pinned":
         files = [ChunkFile(file.tensor.pin_memory(), codec=codec) for file in files]

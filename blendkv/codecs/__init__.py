@@ -141,7 +141,16 @@ def _profile(header: Header, profiles: Profiles | None) -> Any:
     wanted, profiles = header.profile_hash, load_profile if profiles is None else profiles
     profile = None
     if wanted:
-        profile = profiles.get(wanted) if isinstance(profiles, Mapping) else profiles(wanted)
+        try:
+            profile = profiles.get(wanted) if isinstance(profiles, Mapping) else profiles(wanted)
+        except ValueError as error:
+            raise ChunkFileError(f"the chunk file needs profile {wanted}: {error}", reason="profile") from error
+    if isinstance(profile, Profile) and (profile.hash, profile.codec) != (wanted, header.codec):
+        raise ChunkFileError(
+            f"the chunk file needs profile {wanted} of codec {header.codec!r}; given was {profile.hash} of "
+            f"{profile.codec!r}",
+            reason="profile",
+        )
     if profile is None:
         raise ChunkFileError(
             f"the chunk file needs profile {wanted or '(it names none)'}: pass it in profiles=, or compute the chunk "

@@ -24,6 +24,8 @@ from blendkv.codecs.protect import protect, protected_bytes, unprotect
 from blendkv.codecs.rans import decode, encode, lanes_for
 from blendkv.codecs.tables import ABSENT, THIRD, refinement_context, refinement_row_of_log2, row_of_log2
 from blendkv.codecs.transform import Part, parts_of
+from blendkv.container.format import MAX_LAYERS
+from blendkv.errors import ChunkFileError
 
 GROUP = 256
 """Tokens of a section."""
@@ -32,6 +34,10 @@ LEVELS = range(-16, 17)
 PER_LEVEL = 4
 SILENT = -37
 """Channels below 0.2 steps (log2 in 1/16 octave) are not coded: that costs less than their bits."""
+
+
+LARGEST_BASE = 0x7FFF // 3
+"""Of the symbols of a base, so that those they stand for are within int16."""
 
 
 class KLT:
@@ -58,8 +64,9 @@ class KLT:
             raise ValueError(f"{self.name} has 1 or 2 streams; got {streams}")
         self.level, self.streams, self.profile = level, streams, profile_for(self.name, profile)
         self.profile_hash = self.profile.hash
-        self.unit_layers, self.protected = (int(self.profile.settings[name]) for name in ("unit_layers", "protected"))
         self._units = parts_of(self.profile)
+        self.unit_layers = self.profile.setting("unit_layers", range(1, MAX_LAYERS + 1))
+        self.protected = self.profile.setting("protected", range(GROUP + 1))
 
     @property
     def step(self) -> float:
@@ -126,9 +133,10 @@ class KLT:
     def _unit(self, first: int, layers: int) -> list[Part]:
         unit, within = divmod(first, self.unit_layers)
         if within or layers != min(self.unit_layers, len(self.profile.shapes) - first):
-            raise ValueError(
+            raise ChunkFileError(
                 f"{self.name} with this profile keeps {self.unit_layers} layers together, from layer 0 on: store layer "
-                "0 too (layer0=True)"
+                "0 too (layer0=True)",
+                reason="geometry",
             )
         return self._units[unit]
 
@@ -149,6 +157,8 @@ class KLT:
         if self.streams == 1:
             return decode(sections[0], rows, tokens, lanes)
         base = decode(sections[0], base_rows(scale), tokens, lanes)
+        if base.size and not -LARGEST_BASE <= base.min() <= base.max() <= LARGEST_BASE:
+            raise ChunkFileError("symbols of a base that no encoder writes", reason="symbols")
         if len(sections) == 1:
             return 3 * base
         return 3 * base + decode(sections[1], refinement_rows(scale), tokens, lanes, refinement_context(base))

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from blendkv.codecs.base import LayerShape
-from blendkv.codecs.profile import Profile
+from blendkv.codecs.profile import FAR_OUTSIDE, Profile
 from blendkv.codecs.statistics import units_of
+from blendkv.container.format import MAX_LAYERS
 
 EXACT = 64
 """Components, the largest, that are multiplied in fp32 where the rest may be in bf16."""
@@ -57,8 +58,15 @@ class Part:
 
     @cached_property
     def forward_matrix(self) -> Tensor:
-        """The inverse of `matrix`."""
-        return torch.linalg.inv(self.matrix.double()).float()
+        """The inverse of `matrix`.
+
+        Raises:
+            ValueError: if it has none.
+        """
+        inverse, failed = torch.linalg.inv_ex(self.matrix.double())
+        if failed.any() or not bool(inverse.float().isfinite().all()):
+            raise ValueError("a matrix of the profile has no inverse: nothing can be encoded with it; make it again")
+        return inverse.float()
 
     @cached_property
     def _rounded(self) -> Tensor:
@@ -103,10 +111,7 @@ class Part:
             symbols = symbols if coded.all() else symbols[:, torch.from_numpy(coded)]
         symbols = symbols.round_()
         if symbols.numel() and not bool(symbols.abs().amax() <= 0x7FFF):
-            raise ValueError(
-                "keys or values are far outside what the profile was made of: is it a profile of this model? "
-                "codec='raw' stores anything"
-            )
+            raise ValueError(FAR_OUTSIDE)
         return symbols.to(torch.int16).numpy()
 
     def inverse(self, symbols: np.ndarray, step: float, coded: np.ndarray) -> Tensor:
@@ -149,24 +154,22 @@ def parts_of(profile: Profile) -> list[list[Part]]:
     """The parts of each unit of a profile of transform coding.
 
     Raises:
-        ValueError: if tensors are missing or do not fit the model's layers.
+        ValueError: if settings or tensors are missing, or do not fit the model's layers.
     """
+    joint = bool(profile.setting("joint", range(2)))
+    unit_layers = profile.setting("unit_layers", range(1, MAX_LAYERS + 1 if joint else 2))
     units = []
-    for unit, layers in enumerate(units_of(profile.shapes, int(profile.settings["unit_layers"]))):
+    for unit, layers in enumerate(units_of(profile.shapes, unit_layers)):
         slots = slots_of([profile.shapes[layer] for layer in layers])
-        groups = [tuple(slots)] if profile.settings["joint"] else [(slot,) for slot in slots]
+        groups = [tuple(slots)] if joint else [(slot,) for slot in slots]
         units.append([_part(profile, f"{unit}.{number}", group) for number, group in enumerate(groups)])
     return units
 
 
 def _part(profile: Profile, name: str, slots: tuple[Slot, ...]) -> Part:
     size = sum(slot.channels for slot in slots)
-    blocks = 1 if profile.settings["joint"] else slots[0].heads
-    shapes = {"mean": (size,), "matrix": (blocks, size // blocks, size // blocks), "scale": (size,)}
-    tensors = {kind: profile.tensors.get(f"{kind}.{name}", torch.empty(0)) for kind in shapes}
-    for kind, tensor in tensors.items():
-        if tuple(tensor.shape) != shapes[kind]:
-            raise ValueError(
-                f"profile {profile.hash}: {kind}.{name} is {tuple(tensor.shape)}, and must be {shapes[kind]}"
-            )
-    return Part(slots, tensors["mean"].float(), tensors["matrix"].float(), tensors["scale"].numpy().astype(np.int64))
+    blocks = slots[0].heads if len(slots) == 1 else 1
+    matrix = profile.tensor(f"matrix.{name}", (blocks, size // blocks, size // blocks), torch.float16)
+    scale = profile.tensor(f"scale.{name}", (size,), torch.int16)
+    mean = profile.tensor(f"mean.{name}", (size,), torch.float32)
+    return Part(slots, mean, matrix.float(), scale.numpy().astype(np.int64))
