@@ -17,7 +17,7 @@ from blendkv import kernels
 from blendkv.chunk import ChunkCache
 from blendkv.chunkfile import ChunkFile
 from blendkv.codecs import DTYPES, Profile
-from blendkv.codecs.klt import GROUP, KLT
+from blendkv.codecs.klt import KLT
 from blendkv.codecs.protect import protected_bytes
 from blendkv.codecs.rans import lanes_for
 from blendkv.codecs.tables import ABSENT, tables
@@ -156,7 +156,7 @@ class _Plan:
 
         codec = kind(level, profile)
         self.device, self.weights = device, _weights(profile, device)
-        self.step, self.kept = codec.step, codec.protected
+        self.step, self.kept, self.group = codec.step, codec.protected, codec.group
         self.slab, self.channels = self.weights.slab[:-1], int(self.weights.slab[-1])
         self.width = np.diff(self.weights.slab)
         rows = [codec.rows(part) for part in self.weights.parts]
@@ -174,9 +174,9 @@ class _Plan:
         Offsets are within segments, lengths are those of the segments less what stands there, and places in the output
         are within a part's slab, relative to the chunk's first row.
         """
-        starts = np.arange(0, tokens, GROUP)
+        starts = np.arange(0, tokens, self.group)
         kept = np.where(starts == 0, min(self.kept, tokens), 0)
-        coded = np.minimum(starts + GROUP, tokens) - starts - kept
+        coded = np.minimum(starts + self.group, tokens) - starts - kept
         table = np.zeros((len(self.width), len(starts), 8), np.int64)
         for part, heads in enumerate(part.heads for part in self.weights.parts):
             table[part, 0, 0] = protected_bytes(int(kept[0]), heads)

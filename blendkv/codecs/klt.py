@@ -27,8 +27,10 @@ from blendkv.codecs.transform import Part, parts_of
 from blendkv.container.format import MAX_LAYERS
 from blendkv.errors import ChunkFileError
 
-GROUP = 256
-"""Tokens of a section."""
+GROUPS = (256, 128, 64)
+"""Tokens of a section may be: as many as keep it within `SECTION`, since a GPU decodes a section from end to end."""
+SECTION = 2**17
+"""Symbols of a section, unless even the fewest tokens are more."""
 LEVELS = range(-16, 17)
 """A level is worth a quarter of an octave of steps."""
 PER_LEVEL = 4
@@ -65,8 +67,10 @@ class KLT:
         self.level, self.streams, self.profile = level, streams, profile_for(self.name, profile)
         self.profile_hash = self.profile.hash
         self._units = parts_of(self.profile)
+        widest = max(len(part.mean) for parts in self._units for part in parts)
+        self.group = next((tokens for tokens in GROUPS if tokens * widest <= SECTION), GROUPS[-1])
         self.unit_layers = self.profile.setting("unit_layers", range(1, MAX_LAYERS + 1))
-        self.protected = self.profile.setting("protected", range(GROUP + 1))
+        self.protected = self.profile.setting("protected", range(GROUPS[-1] + 1))
 
     @property
     def step(self) -> float:
@@ -74,9 +78,9 @@ class KLT:
         return 2.0 ** (self.level * PER_LEVEL / 16)
 
     def arrangement(self, shapes: Sequence[LayerShape], tokens: int) -> Arrangement:
-        """Groups of 256 tokens, in units and parts as profiled."""
+        """Groups of 64 to 256 tokens, in units and parts as profiled."""
         self.profile.require_shapes(tuple(shapes))
-        return Arrangement(GROUP, self.unit_layers, len(self._units[0]), self.streams)
+        return Arrangement(self.group, self.unit_layers, len(self._units[0]), self.streams)
 
     def rows(self, part: Part) -> np.ndarray:
         """`[C]` the table row of each channel at this level, `ABSENT` where it is not coded."""
@@ -89,8 +93,8 @@ class KLT:
         for part in self._unit(first, len(keys)):
             states, rows = part.gather(keys, values), self.rows(part)
             coded = rows != ABSENT
-            for start in range(0, len(states), GROUP):
-                group = states[start : start + GROUP]
+            for start in range(0, len(states), self.group):
+                group = states[start : start + self.group]
                 kept = group[: self.protected] if start == 0 else group[:0]
                 symbols = part.forward(group[len(kept) :], self.step, coded)
                 sections = self._encode(symbols, rows[coded], self._scale(part)[coded])
@@ -112,13 +116,13 @@ class KLT:
         parts = self._unit(first, len(shapes))
         keys = [torch.empty(s.heads, tokens, s.key_dim, dtype=dtype) for s in shapes]
         values = [torch.empty(s.heads, tokens, s.value_dim, dtype=dtype) for s in shapes]
-        groups = -(-tokens // GROUP)
+        groups = -(-tokens // self.group)
         for number, part in enumerate(parts):
             rows = self.rows(part)
             coded = rows != ABSENT
             for group in range(groups):
                 base, *fine = (segments[(stream * len(parts) + number) * groups + group] for stream in range(streams))
-                start, end = group * GROUP, min((group + 1) * GROUP, tokens)
+                start, end = group * self.group, min((group + 1) * self.group, tokens)
                 kept = min(self.protected, end) if group == 0 else 0
                 if kept:
                     part.scatter(unprotect(base, kept, part.heads), keys, values, 0)

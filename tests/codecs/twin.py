@@ -97,8 +97,8 @@ def klt(data: bytes, profile: ProfileFile, streams: int | None = None) -> Decode
             heads = [profile.shapes[a][1 + kind] for a, kind in members for _ in range(profile.shapes[a][0])]
             coded = [c for c in range(len(mean)) if scale[c] >= -37]
             pieces = []
-            for start in range(0, header.tokens, 256):
-                tokens, first = min(256, header.tokens - start), segments[0][at]
+            for start in range(0, header.tokens, header.arrangement.group_tokens):
+                tokens, first = min(header.arrangement.group_tokens, header.tokens - start), segments[0][at]
                 if start == 0:
                     kept = min(profile.settings["protected"], tokens)
                     numbers, block, first = scaled(first, kept, heads)
