@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import gcd
+from typing import Self
 
 import numpy as np
 import torch
@@ -156,7 +157,7 @@ class _Plan:
 
         codec = kind(level, profile)
         self.device, self.weights = device, _weights(profile, device)
-        self.step, self.kept = codec.step, codec.protected
+        self.step, self.kept = codec.step, min(codec.protected, GROUP)
         self.slab, self.channels = self.weights.slab[:-1], int(self.weights.slab[-1])
         self.width = np.diff(self.weights.slab)
         rows = [codec.rows(part) for part in self.weights.parts]
@@ -297,33 +298,32 @@ def _expand_whole(
         tiles = [(c, begin) for c, length in enumerate(batch.lengths) for begin in range(0, length, BLOCK_T)]
         arrays = (described, tiles, places, batch.protected)
         table, tiles, chunks, protected = (upload(np.array(array, np.int64), device) for array in arrays)
-        overlap = _Overlap(device, len(cuts))
         lanes = max(int(part[..., 5].max()) for part in batch.tables)
-        for number, (parts, (begin, end)) in enumerate(zip(cuts, pairwise(ends), strict=True)):
-            with overlap.copying(number):
-                batch.copy(data, parts)
-            with overlap.decoding(number):
-                here = slice(begin, end)
-                decode(data, table[here], plan.on_device, _lut(device), symbols, lanes, status=status[here])
-                for dim, (heads, of) in weights.heads.items():
-                    inverse(
-                        symbols,
-                        tokens,
-                        data,
-                        heads[slice(*np.searchsorted(of, (parts.start, parts.stop)))],
-                        dim,
-                        weights.align,
-                        tiles,
-                        chunks,
-                        protected,
-                        weights.matrices,
-                        weights.mean,
-                        plan.coded,
-                        plan.step,
-                        status[len(table) :],
-                        dtype,
-                    )
-        overlap.join()
+        with _Overlap(device, len(cuts)) as overlap:
+            for number, (parts, (begin, end)) in enumerate(zip(cuts, pairwise(ends), strict=True)):
+                with overlap.copying(number):
+                    batch.copy(data, parts)
+                with overlap.decoding(number):
+                    here = slice(begin, end)
+                    decode(data, table[here], plan.on_device, _lut(device), symbols, lanes, status=status[here])
+                    for dim, (heads, of) in weights.heads.items():
+                        inverse(
+                            symbols,
+                            tokens,
+                            data,
+                            heads[slice(*np.searchsorted(of, (parts.start, parts.stop)))],
+                            dim,
+                            weights.align,
+                            tiles,
+                            chunks,
+                            protected,
+                            weights.matrices,
+                            weights.mean,
+                            plan.coded,
+                            plan.step,
+                            status[len(table) :],
+                            dtype,
+                        )
         made = [_chunk(file, out) for file, out in zip(files, outputs, strict=True)]
         found = status.cpu().numpy()  # waits for the device, this once
     bad = set(owners[np.flatnonzero(found[: len(table)])]) | set(np.flatnonzero(found[len(table) :]))
@@ -379,7 +379,10 @@ class _Overlap:
         self._streams[1 + piece].wait_stream(self._streams[0])
         return torch.cuda.stream(self._streams[1 + piece])
 
-    def join(self) -> None:
-        """What the current stream does from here on comes after all of that."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """What the current stream does from here on, and with the memory of this, comes after all of that."""
         for stream in self._streams:
             self._current.wait_stream(stream)
