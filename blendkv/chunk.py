@@ -46,15 +46,16 @@ class ChunkCache:
 
     def __post_init__(self) -> None:
         """Checks that every layer agrees with the ids on the number of tokens."""
-        if self.ids.ndim != 1 or not len(self.ids):
+        tokens = self.ids.shape[0] if self.ids.ndim == 1 else 0
+        if not tokens:
             raise ValueError(f"a chunk needs at least one token; ids have shape {tuple(self.ids.shape)}")
         if len(self.keys) != len(self.values) or not self.keys:
             raise ValueError(f"{len(self.keys)} layers of keys, {len(self.values)} of values: one each per layer")
         for layer, (k, v) in enumerate(zip(self.keys, self.values, strict=True)):
-            if k.ndim != 3 or v.ndim != 3 or k.shape[:2] != v.shape[:2] or k.shape[1] != len(self.ids):
+            a, b = k.shape, v.shape
+            if len(a) != 3 or len(b) != 3 or a[:2] != b[:2] or a[1] != tokens:
                 raise ValueError(
-                    f"layer {layer}: keys {tuple(k.shape)} and values {tuple(v.shape)} are not "
-                    f"[heads, {len(self.ids)} tokens, head dim]"
+                    f"layer {layer}: keys {tuple(a)} and values {tuple(b)} are not [heads, {tokens} tokens, head dim]"
                 )
 
     @cached_property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -224,10 +225,10 @@ class ChunkFile:
             text=header.text,
         )
 
-    @property
-    def starts(self) -> tuple[int, ...]:
-        """Where each segment begins, counted from the beginning of the file, and where the last one ends."""
-        return self._reader.starts
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """Where each segment begins, counted from the beginning of the file, and where the last one ends; int64."""
+        return np.array(self._reader.starts, np.int64)
 
     def verify(self) -> None:
         """Reads the file once, and compares every segment with its checksum or tag.

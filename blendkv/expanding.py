@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from math import gcd
+from typing import Self
 
 import numpy as np
 import torch
@@ -20,10 +21,10 @@ from blendkv.codecs import DTYPES, Profile
 from blendkv.codecs.klt import KLT
 from blendkv.codecs.protect import protected_bytes
 from blendkv.codecs.rans import lanes_for
-from blendkv.codecs.tables import ABSENT, tables
+from blendkv.codecs.tables import ABSENT, LANES, tables
 from blendkv.codecs.transform import Part, parts_of
 from blendkv.errors import ChunkFileError
-from blendkv.kernels.table import upload
+from blendkv.kernels.table import ALIGN, upload
 
 PIECES = 4
 """Into how many pieces of layers bytes are cut, so that one is decoded while the next is copied."""
@@ -167,6 +168,7 @@ class _Plan:
         self.on_device = torch.from_numpy(self.described).to(device)
         self.coded = torch.from_numpy((np.concatenate(rows) != ABSENT).astype(np.uint8)).to(device)
         self.template = lru_cache(maxsize=64)(self._template)
+        self.layout = lru_cache(maxsize=16)(partial(_Layout.of, self))
 
     def _template(self, tokens: int) -> np.ndarray:
         """`[P, G, 8]` int64, the sections of a chunk (`kernels.rans.Section`), without what differs among chunks.
@@ -199,112 +201,100 @@ def _lut(device: torch.device) -> Tensor:
     return torch.from_numpy(tables().lut.view(np.int32).copy()).to(device)
 
 
-class _Batch:
-    """Where everything of some whole files is, before, between and after the two kernels.
+@dataclass(frozen=True, eq=False)
+class _Layout:
+    """What chunks of certain lengths need, whatever they hold; sections are ordered by piece, chunk, part and group.
 
     Attributes:
-        sizes: bytes of segments of each file, token streams left out, and where they begin in it.
-        bases: where they begin in the data on the device; and one more for the end.
+        cuts: the parts of each piece.
+        ends: number of sections before each piece; and one more for the end.
         rows: first row of symbols of each chunk; and one more for the end.
-        tables: for each file its sections `[P, G, 8]`.
-        protected: `[C, P]` where protected tokens are in the data.
+        table: `[S, 8]` sections as in `_Plan.template`, with places among the rows of all chunks.
+        owner: `[S]` number of the chunk.
+        segment: `[S]` number of the segment, counted through all chunks, each with one more for its end.
+        first: `[C, P]` likewise the segment where each part of a chunk begins.
+        tiles: `[N, 2]` (chunk, first token) of what a program of the inverse transform handles.
     """
 
-    def __init__(self, plan: _Plan, files: Sequence[ChunkFile]) -> None:
-        self.files = files
-        self.starts = [_starts(file) for file in files]
-        self.bases = np.cumsum([0, *(starts[-1] - starts[0] for starts in self.starts)])
-        self.lengths = [file.header.tokens for file in files]
-        self.rows = np.cumsum([0, *self.lengths])
-        self.tables, protected = [], []
-        for starts, base, row, tokens in zip(self.starts, self.bases, self.rows, self.lengths, strict=False):
+    cuts: list[range]
+    ends: np.ndarray
+    rows: np.ndarray
+    table: np.ndarray
+    owner: np.ndarray
+    segment: np.ndarray
+    first: np.ndarray
+    tiles: np.ndarray
+
+    @classmethod
+    def of(cls, plan: _Plan, lengths: tuple[int, ...], pieces: int) -> _Layout:
+        """The layout of chunks of these lengths."""
+        from blendkv.kernels.klt import BLOCK_T
+
+        cuts = _cuts(len(plan.width), plan.weights.unit, pieces)
+        rows = np.cumsum([0, *lengths])
+        tables, segments, count = [], [], 0
+        for row, tokens in zip(rows, lengths, strict=False):
             table = plan.template(tokens).copy()
-            at = (starts[:-1] - starts[0] + base).reshape(table.shape[:2])
-            table[..., 0] += at
-            table[..., 1] += np.diff(starts).reshape(at.shape)
-            table[..., 6] += (self.rows[-1] * plan.slab + row * plan.width)[:, None]
-            self.tables.append(table)
-            protected.append(at[:, 0])
-        self.protected = np.stack(protected)
-
-    def sections(self, parts: range) -> np.ndarray:
-        """`[S, 8]` of all files."""
-        return np.concatenate([table[parts.start : parts.stop].reshape(-1, 8) for table in self.tables])
-
-    def owners(self, parts: range) -> np.ndarray:
-        """`[S]` the number of the file of each section."""
-        return np.repeat(np.arange(len(self.tables)), [len(parts) * table.shape[1] for table in self.tables])
-
-    def copy(self, data: Tensor, parts: range) -> None:
-        """Queues the copies of all files' segments of some parts."""
-        for file, starts, base, table in zip(self.files, self.starts, self.bases, self.tables, strict=False):
-            groups = table.shape[1]
-            start, stop = int(starts[parts.start * groups]), int(starts[parts.stop * groups])
-            to = int(base - starts[0])
-            assert file.tensor is not None
-            data[to + start : to + stop].copy_(file.tensor[start:stop], non_blocking=True)
-
-
-def _starts(file: ChunkFile) -> np.ndarray:
-    return np.array(file.starts[len(file.header.token_streams) :], np.int64)
+            table[..., 6] += (rows[-1] * plan.slab + row * plan.width)[:, None]
+            tables.append(table)
+            segments.append(count + np.arange(table[..., 0].size).reshape(table.shape[:2]))
+            count += table[..., 0].size + 1
+        pairs = [(chunk, parts) for parts in cuts for chunk in range(len(lengths))]
+        sizes = [tables[chunk][parts.start : parts.stop, :, 0].size for chunk, parts in pairs]
+        return cls(
+            cuts=cuts,
+            ends=np.cumsum([0, *np.add.reduceat(sizes, range(0, len(sizes), len(lengths)))]),
+            rows=rows,
+            table=np.concatenate([tables[c][parts.start : parts.stop].reshape(-1, 8) for c, parts in pairs]),
+            owner=np.repeat([chunk for chunk, _ in pairs], sizes),
+            segment=np.concatenate([segments[c][parts.start : parts.stop].ravel() for c, parts in pairs]),
+            first=np.stack([each[:, 0] for each in segments]),
+            tiles=np.array([(c, at) for c, tokens in enumerate(lengths) for at in range(0, tokens, BLOCK_T)], np.int64),
+        )
 
 
 def _expand(
     plan: _Plan, files: Sequence[ChunkFile], dtype: torch.dtype, pieces: int
 ) -> list[ChunkCache | ChunkFileError]:
-    """Decodes files of one profile, level and dtype."""
-    whole = [file for file in files if _is_whole(plan, file)]
-    decoded = iter(_expand_whole(plan, whole, dtype, pieces) if whole else [])
-    return [next(decoded) if file in whole else _damaged() for file in files]
-
-
-def _is_whole(plan: _Plan, file: ChunkFile) -> bool:
-    """Whether every section has room for the states of its lanes."""
-    template = plan.template(file.header.tokens)
-    lengths = np.diff(_starts(file)).reshape(template.shape[:2]) + template[..., 1]
-    return bool((lengths >= 4 * template[..., 5]).all())
-
-
-def _damaged() -> ChunkFileError:
-    return ChunkFileError(
-        "symbols that do not end where they should: the bytes are damaged, or were coded with another profile",
-        reason="symbols",
-    )
-
-
-def _expand_whole(
-    plan: _Plan, files: Sequence[ChunkFile], dtype: torch.dtype, pieces: int
-) -> list[ChunkCache | ChunkFileError]:
-    from blendkv.kernels.klt import BLOCK_T, inverse
+    """Decodes files of one profile, level and dtype: queues copies, and while they run says where everything is."""
+    from blendkv.kernels.klt import inverse
     from blendkv.kernels.rans import decode, describe
 
-    device, weights, batch = plan.device, plan.weights, _Batch(plan, files)
-    cuts = _cuts(len(weights.parts), weights.unit, pieces)
-    tokens = int(batch.rows[-1])
-    sections = [batch.sections(parts) for parts in cuts]
-    owners = np.concatenate([batch.owners(parts) for parts in cuts])
-    ends = np.cumsum([0, *map(len, sections)])
-    described = describe(np.concatenate(sections), plan.described, int(batch.bases[-1]), tokens * plan.channels)
-    with kernels.on(device):
-        data = torch.empty(int(batch.bases[-1]), dtype=torch.uint8, device=device)
-        symbols = torch.empty(tokens * plan.channels, dtype=torch.int16, device=device)
-        outputs = [torch.empty(t * plan.channels, dtype=dtype, device=device) for t in batch.lengths]
-        status = torch.zeros(len(described) + len(files), dtype=torch.int32, device=device)
-        places = [
-            (out.data_ptr(), length, row, min(plan.kept, length))
-            for out, length, row in zip(outputs, batch.lengths, batch.rows, strict=False)
-        ]
-        tiles = [(c, begin) for c, length in enumerate(batch.lengths) for begin in range(0, length, BLOCK_T)]
-        arrays = (described, tiles, places, batch.protected)
-        table, tiles, chunks, protected = (upload(np.array(array, np.int64), device) for array in arrays)
-        overlap = _Overlap(device, len(cuts))
-        lanes = max(int(part[..., 5].max()) for part in batch.tables)
-        for number, (parts, (begin, end)) in enumerate(zip(cuts, pairwise(ends), strict=True)):
+    device, weights, lengths = plan.device, plan.weights, tuple(file.header.tokens for file in files)
+    layout = plan.layout(lengths, pieces)
+    starts = [file.starts[len(file.header.token_streams) :] for file in files]
+    moved = np.cumsum([0, *(each[-1] - each[0] for each in starts)])
+    tokens, size = int(layout.rows[-1]), int(moved[-1])
+    moved = moved[:-1] - [each[0] for each in starts]  # from places in each file to those on the device
+    with kernels.on(device), _Overlap(device, len(layout.cuts)) as overlap:
+        data = torch.empty(max(size, 4 * LANES[-1]), dtype=torch.uint8, device=device)
+        for number, parts in enumerate(layout.cuts):
             with overlap.copying(number):
-                batch.copy(data, parts)
+                for file, own, by in zip(files, starts, moved.tolist(), strict=True):
+                    groups = (len(own) - 1) // len(plan.width)
+                    start, stop = int(own[parts.start * groups]), int(own[parts.stop * groups])
+                    assert file.tensor is not None
+                    data[start + by : stop + by].copy_(file.tensor[start:stop], non_blocking=True)
+        edges = np.concatenate([own + by for own, by in zip(starts, moved, strict=True)])
+        table = layout.table.copy()
+        table[:, 0] += edges[layout.segment]
+        table[:, 1] += edges[layout.segment + 1] - edges[layout.segment]
+        short = table[:, 1] < 4 * table[:, 5]  # no room for the states of the lanes
+        table[short, 4] = 0
+        table[short, :2] = 0, 4 * LANES[-1]
+        described = describe(table, plan.described, len(data), tokens * plan.channels)
+        described[short, 1] = 0
+        symbols = torch.empty(tokens * plan.channels, dtype=torch.int16, device=device)
+        outputs = [torch.empty(length * plan.channels, dtype=dtype, device=device) for length in lengths]
+        status = torch.zeros(len(table) + len(files), dtype=torch.int32, device=device)
+        kept = [min(plan.kept, length) for length in lengths]
+        places = np.array([[out.data_ptr() for out in outputs], lengths, layout.rows[:-1], kept], np.int64).T
+        sections, tiles, chunks, protected = _upload([described, layout.tiles, places, edges[layout.first]], device)
+        lanes = int(table[:, 5].max())
+        for number, (parts, (begin, end)) in enumerate(zip(layout.cuts, pairwise(layout.ends.tolist()), strict=True)):
             with overlap.decoding(number):
                 here = slice(begin, end)
-                decode(data, table[here], plan.on_device, _lut(device), symbols, lanes, status=status[here])
+                decode(data, sections[here], plan.on_device, _lut(device), symbols, lanes, status=status[here])
                 for dim, (heads, of) in weights.heads.items():
                     inverse(
                         symbols,
@@ -323,11 +313,24 @@ def _expand_whole(
                         status[len(table) :],
                         dtype,
                     )
-        overlap.join()
-        made = [_chunk(file, out) for file, out in zip(files, outputs, strict=True)]
-        found = status.cpu().numpy()  # waits for the device, this once
-    bad = set(owners[np.flatnonzero(found[: len(table)])]) | set(np.flatnonzero(found[len(table) :]))
+    made = [_chunk(file, out) for file, out in zip(files, outputs, strict=True)]
+    found = status.cpu().numpy()  # waits for the device, this once
+    bad = {*layout.owner[short | (found[: len(table)] != 0)], *np.flatnonzero(found[len(table) :])}
     return [_damaged() if c in bad else chunk for c, chunk in enumerate(made)]
+
+
+def _damaged() -> ChunkFileError:
+    return ChunkFileError(
+        "symbols that do not end where they should: the bytes are damaged, or were coded with another profile",
+        reason="symbols",
+    )
+
+
+def _upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Tables of int64 on a device, in one copy."""
+    flat = upload(np.concatenate([array.ravel() for array in arrays]), device)
+    parts = flat.split([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 def _exact(device: torch.device) -> torch.device:
@@ -344,7 +347,7 @@ def _cuts(parts: int, unit: int, pieces: int) -> list[range]:
 
 
 def _chunk(file: ChunkFile, out: Tensor) -> ChunkCache:
-    """The chunk whose keys and values are written into `out`; its addresses are looked up while the device works."""
+    """The chunk whose keys and values are written into `out`; what a blend will ask of it is known from there."""
     shapes, tokens = file.header.layers, file.header.tokens
     slots = [(s.heads, dim) for s in shapes for dim in (s.key_dim, s.value_dim)]
     if len(set(slots)) == 1:
@@ -353,7 +356,11 @@ def _chunk(file: ChunkFile, out: Tensor) -> ChunkCache:
         flat = out.split([heads * tokens * dim for heads, dim in slots])
         states = [part.view(heads, tokens, dim) for part, (heads, dim) in zip(flat, slots, strict=True)]
     chunk = file.holding(states[::2], states[1::2])
-    _ = chunk.addresses, chunk.homes
+    sizes = np.array(slots, np.int64) * out.element_size()
+    lengths = sizes[:, 1] * [heads for heads, _ in slots] * tokens
+    places = np.stack([out.data_ptr() + np.cumsum(lengths) - lengths, sizes[:, 1]], 1)
+    if not (places % ALIGN).any():
+        chunk.__dict__.update(addresses=places.reshape(-1, 2, 2), homes=(out.device,) * len(shapes))
     return chunk
 
 
@@ -362,24 +369,39 @@ class _Overlap:
 
     def __init__(self, device: torch.device, pieces: int) -> None:
         self._streams: list[torch.cuda.Stream] = []
+        self._copied: list[torch.cuda.Event] = []
         if device.type == "cuda":
             self._current = torch.cuda.current_stream(device)
             self._streams = [torch.cuda.Stream(device) for _ in range(1 + pieces)]
-            for stream in self._streams:
-                stream.wait_stream(self._current)
 
-    def copying(self, piece: int) -> AbstractContextManager:
-        """Within it, copies of a piece are queued."""
-        return torch.cuda.stream(self._streams[0]) if self._streams else nullcontext()
-
-    def decoding(self, piece: int) -> AbstractContextManager:
-        """Within it, what needs those copies is queued."""
+    @contextmanager
+    def copying(self, piece: int) -> Generator[None]:
+        """Within it, copies of a piece are queued, in order of the pieces."""
         if not self._streams:
-            return nullcontext()
-        self._streams[1 + piece].wait_stream(self._streams[0])
-        return torch.cuda.stream(self._streams[1 + piece])
+            yield
+            return
+        if piece == 0:
+            self._streams[0].wait_stream(self._current)
+        with torch.cuda.stream(self._streams[0]):
+            yield
+            self._copied.append(self._streams[0].record_event())
 
-    def join(self) -> None:
-        """What the current stream does from here on comes after all of that."""
+    @contextmanager
+    def decoding(self, piece: int) -> Generator[None]:
+        """Within it, what needs those copies, and all that the current stream was given before, is queued."""
+        if not self._streams:
+            yield
+            return
+        stream = self._streams[1 + piece]
+        stream.wait_stream(self._current)
+        stream.wait_event(self._copied[piece])
+        with torch.cuda.stream(stream):
+            yield
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """What the current stream does from here on, and with the memory of this, comes after all of that."""
         for stream in self._streams:
             self._current.wait_stream(stream)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from blendkv.chunk import ChunkCache
@@ -11,32 +13,23 @@ from blendkv.codecs.statistics import Statistics
 from tests.chunks import make_chunk
 
 
-def fit_profile(chunk: ChunkCache, name: str = "klt", protected: int = 1, unit_layers: int = 0) -> Profile:
-    """A profile of chunks such as this one, at about two bits a symbol."""
+def fit_profile(chunks: Sequence[ChunkCache], name: str = "klt", protected: int = 1, unit_layers: int = 0) -> Profile:
+    """A profile of chunks such as these, at about two bits a symbol."""
     shapes = tuple(
-        LayerShape(k.shape[0], k.shape[2], v.shape[2]) for k, v in zip(chunk.keys, chunk.values, strict=True)
+        LayerShape(k.shape[0], k.shape[2], v.shape[2]) for k, v in zip(chunks[0].keys, chunks[0].values, strict=True)
     )
     statistics = Statistics(shapes, 64, 8, protected, unit_layers)
-    keys, values = [k.float().cpu() for k in chunk.keys], [v.float().cpu() for v in chunk.values]
-    statistics.add_states(keys, values)
-    for seed in range(2):
+    for seed, chunk in enumerate(chunks):
         torch.manual_seed(seed)
-        statistics.add_gradients([torch.randn_like(k) for k in keys], [torch.randn_like(v) for v in values])
+        statistics.add_states(chunk.keys, chunk.values)
+        statistics.add_gradients([torch.randn_like(k) for k in chunk.keys], [torch.randn_like(v) for v in chunk.values])
     profile = fit_transform(statistics, name == "klt-xl", {})
     scales = torch.cat([t for key, t in profile.tensors.items() if key.startswith("scale.")])
     return coarser(profile, int(scales.float().median()) - 8)
 
 
 def make_codec(chunk: ChunkCache, name: str = "klt", level: int = 0, **settings) -> Codec:
-    """A codec for chunks of that shape, fitted to more tokens than channels are transformed together."""
-    heads, dims = chunk.keys[0].shape[0], chunk.keys[0].shape[2] + chunk.values[0].shape[2]
-    together = heads * dims * (settings.get("unit_layers", 5) or 5) if name == "klt-xl" else dims
-    wide = make_chunk(
-        max(200, 2 * together),
-        len(chunk.keys),
-        chunk.keys[0].shape[0],
-        chunk.keys[0].shape[2],
-        chunk.values[0].shape[2],
-        seed=99,
-    )
-    return get_codec(name, profile=fit_profile(wide, name, **settings), level=level)
+    """A codec for chunks of that shape."""
+    (heads, _, dim), value_dim = chunk.keys[0].shape, chunk.values[0].shape[2]
+    others = [make_chunk(100, len(chunk.keys), heads, dim, value_dim, seed=900 + seed) for seed in range(8)]
+    return get_codec(name, profile=fit_profile(others, name, **settings), level=level)

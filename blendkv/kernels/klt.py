@@ -12,6 +12,7 @@ BLOCK_T = 64
 BLOCK_K = 64
 """Components that are multiplied at once."""
 WARPS = 4
+STAGES = 2
 SHIFT = 11
 """Integers up to 2 to this power are exact in fp16; a larger symbol is multiplied as two."""
 HEAD = ("slab", "width", "first", "depth", "matrix", "stride", "own", "number", "heads", "part")
@@ -88,6 +89,7 @@ def inverse(
         BLOCK_K=min(BLOCK_K, max(16, triton.next_power_of_2(dim))),
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
         num_warps=WARPS,
+        num_stages=STAGES,
     )
 
 
