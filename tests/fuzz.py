@@ -35,7 +35,7 @@ from blendkv.container import ContainerReader, Header, LayerShape
 from blendkv.container.packing import pack_head
 from blendkv.errors import ChunkFileError
 from tests.chunks import index_at, make_chunk, payload_start
-from tests.profiles import chunk_of, profile_of
+from tests.drawn import chunk_of, profile_of
 
 MAX_SECONDS = 1.0
 MAX_BYTES = 64 << 20

@@ -15,7 +15,7 @@ from blendkv.errors import ChunkFileError
 from tests.chunks import assert_same
 from tests.codecs import twin
 from tests.container.test_sources import Counting
-from tests.profiles import SMALL, chunk_of, fit, profile_of
+from tests.drawn import SMALL, chunk_of, fit, profile_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LENGTHS = (1, 2, 7, 9, 10, 11, 249, 250, 251, 255, 256, 257, 1023, 4097)
