@@ -1,5 +1,6 @@
 """What every codec with a profile must do: the file that docs/format.md describes, any shape, nothing lost unsaid."""
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ from blendkv import codecs
 from blendkv.chunkfile import ChunkFile, decode_chunk, encode_chunk
 from blendkv.codecs import LayerShape, get_codec
 from blendkv.codecs.statistics import Statistics
-from blendkv.container import ContainerReader
+from blendkv.container import ContainerReader, pack
 from blendkv.errors import ChunkFileError
 from tests.chunks import assert_same
 from tests.codecs import twin
@@ -239,6 +240,20 @@ def test_progressive(variant, profile_file):
         rows = states.transpose(0, 1).flatten(1).numpy()
         np.testing.assert_allclose(rows, told.states[layer, 0], rtol=1e-5, atol=1e-5)
     assert all(a > b for a, b in zip(errors(base, chunk), errors(whole, chunk), strict=True))
+
+
+def test_a_bomb(variant):
+    """Many tokens of which nothing is there: noticed before anything is decoded."""
+    codec, chunk = codec_of(variant), chunk_of(SMALL, 2)
+    with ContainerReader(encode_chunk(chunk, codec)) as reader:
+        header = replace(reader.header, ids=bytes(4 << 17))
+    for content in (b"", bytes(16)):
+        data = pack(header, [content] * header.segments)
+        begin = time.process_time()
+        with pytest.raises(ChunkFileError) as error:
+            decode_chunk(data, profiles={codec.profile_hash: codec.profile})
+        assert error.value.reason == "symbols"
+        assert time.process_time() - begin < 0.5
 
 
 def test_without_layer_0(variant):
