@@ -22,7 +22,7 @@ from blendkv.chunkfile import decode_chunk, encode_chunk
 from blendkv.codecs import LayerShape, Profile, get_codec, load_profile
 from blendkv.container import ContainerReader, Header
 from tests.codecs import twin
-from tests.profiles import SMALL, chunk_of, profile_of
+from tests.drawn import SMALL, chunk_of, profile_of
 
 FOLDER = Path(__file__).parent / "golden"
 MANIFEST = FOLDER / "manifest.json"

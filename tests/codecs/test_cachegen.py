@@ -13,7 +13,7 @@ from blendkv.codecs.cachegen import GROUP, sides_of
 from blendkv.errors import ChunkFileError
 from tests.codecs import twin
 from tests.codecs.test_klt import rows_of
-from tests.profiles import SMALL, chunk_of, profile_of
+from tests.drawn import SMALL, chunk_of, profile_of
 
 PROFILE = profile_of("cachegen")
 

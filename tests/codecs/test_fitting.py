@@ -12,7 +12,7 @@ from blendkv.codecs.fitting import FINEST, SMOOTHING, fit_transform
 from blendkv.codecs.statistics import Moments, Statistics, flat, units_of
 from blendkv.codecs.transform import parts_of
 from tests.chunks import assert_same
-from tests.profiles import CODECS, SMALL, chunk_of, draw, profile_of, statistics_of
+from tests.drawn import CODECS, SMALL, chunk_of, draw, profile_of, statistics_of
 
 STATISTICS = statistics_of(SMALL, unit_layers=2)
 

@@ -13,7 +13,7 @@ from blendkv.codecs.protect import protected_bytes
 from blendkv.codecs.statistics import Statistics
 from blendkv.errors import ChunkFileError
 from tests.codecs import twin
-from tests.profiles import SMALL, chunk_of, fit, profile_of, statistics_of
+from tests.drawn import SMALL, chunk_of, fit, profile_of, statistics_of
 
 
 def rows_of(states: torch.Tensor) -> np.ndarray:

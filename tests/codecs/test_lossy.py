@@ -1,21 +1,24 @@
 """What every codec with a profile must do: the file that docs/format.md describes, any shape, nothing lost unsaid."""
 
+import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from blendkv import codecs
 from blendkv.chunkfile import ChunkFile, decode_chunk, encode_chunk
 from blendkv.codecs import LayerShape, get_codec
 from blendkv.codecs.statistics import Statistics
-from blendkv.container import ContainerReader
+from blendkv.container import ContainerReader, pack
 from blendkv.errors import ChunkFileError
 from tests.chunks import assert_same
 from tests.codecs import twin
 from tests.container.test_sources import Counting
-from tests.profiles import SMALL, chunk_of, fit, profile_of
+from tests.drawn import SMALL, chunk_of, fit, profile_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LENGTHS = (1, 2, 7, 9, 10, 11, 249, 250, 251, 255, 256, 257, 1023, 4097)
@@ -36,9 +39,9 @@ def variant(request):
     return VARIANTS[request.param]
 
 
-def codec_of(variant, shapes=SMALL, level=0, **kwargs):
-    name, settings = variant
-    return get_codec(name, level=level, profile=profile_of(name, shapes, **kwargs), **settings)
+def codec_of(variant, shapes=SMALL, level=0):
+    name, others = variant
+    return get_codec(name, level=level, profile=profile_of(name, shapes), **others)
 
 
 def through(chunk, codec, **kwargs):
@@ -183,6 +186,33 @@ def test_what_is_far_outside_is_refused(variant, dtype):
     assert_same(decode_chunk(encode_chunk(chunk)), chunk)
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(list(VARIANTS.values())),
+    st.integers(-12, 12),
+    st.integers(1, 30),
+    st.sampled_from(DTYPES),
+    st.lists(st.tuples(st.integers(0, 10_000), st.floats(-38, 38), st.booleans()), max_size=4),
+)
+def test_anything_finite(variant, level, tokens, dtype, odd):
+    """Numbers of any size anywhere: refused by name, or finite when they come back, bit by bit the same each time."""
+    chunk, codec = chunk_of(SMALL, tokens, dtype), codec_of(variant, level=level)
+    sides, most = (*chunk.keys, *chunk.values), torch.finfo(dtype).max
+    for at, power, negative in odd:
+        numbers = sides[at % len(sides)].view(-1)
+        numbers[at % len(numbers)] = min(10.0**power, most) * (-1 if negative else 1)
+    try:
+        data = encode_chunk(chunk, codec)
+    except ValueError as error:
+        assert "far outside" in str(error)  # noqa: PT017 - it may also not be raised
+        return
+    profiles = {codec.profile_hash: codec.profile}
+    read = decode_chunk(data, profiles=profiles)
+    for again in (*read.keys, *read.values):
+        assert torch.isfinite(again).all()
+    assert_same(decode_chunk(data, profiles=profiles), read)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_nan_and_inf_are_refused(variant, bad):
     chunk = chunk_of(SMALL, 12)
@@ -193,10 +223,10 @@ def test_nan_and_inf_are_refused(variant, bad):
 
 def test_constant_channels(variant):
     """Channels that never change, and some that are always 0, cost nothing and come back."""
-    name, settings = variant
+    name, kwargs = variant
     shapes = (LayerShape(1, 8, 8),)
     statistics, chunks = constant(shapes)
-    codec = get_codec(name, profile=fit(name, statistics), level=-8, **settings)
+    codec = get_codec(name, profile=fit(name, statistics), level=-8, **kwargs)
     read = through(chunks, codec)
     assert max(errors(read, chunks)) < WORST[-8]
     assert float((read.keys[0][:, 1:, :4] - 3).abs().max()) < 0.1
@@ -239,6 +269,20 @@ def test_progressive(variant, profile_file):
         rows = states.transpose(0, 1).flatten(1).numpy()
         np.testing.assert_allclose(rows, told.states[layer, 0], rtol=1e-5, atol=1e-5)
     assert all(a > b for a, b in zip(errors(base, chunk), errors(whole, chunk), strict=True))
+
+
+def test_a_bomb(variant):
+    """Many tokens of which nothing is there: noticed before anything is decoded."""
+    codec, chunk = codec_of(variant), chunk_of(SMALL, 2)
+    with ContainerReader(encode_chunk(chunk, codec)) as reader:
+        header = replace(reader.header, ids=bytes(4 << 17))
+    for content in (b"", bytes(16)):
+        data = pack(header, [content] * header.segments)
+        begin = time.process_time()
+        with pytest.raises(ChunkFileError) as error:
+            decode_chunk(data, profiles={codec.profile_hash: codec.profile})
+        assert error.value.reason == "symbols"
+        assert time.process_time() - begin < 0.5
 
 
 def test_without_layer_0(variant):
@@ -300,11 +344,11 @@ def test_other_layers_are_refused(variant):
 
 
 def test_settings_that_are_not_there(variant):
-    name, settings = variant
+    name, kwargs = variant
     profile = profile_of(name)
     for level in (-17, 17, 400):
         with pytest.raises(ValueError, match="has levels"):
-            get_codec(name, profile=profile, level=level, **settings)
+            get_codec(name, profile=profile, level=level, **kwargs)
     with pytest.raises(ValueError, match="blendkv profile MODEL"):
         get_codec(name)
     with pytest.raises(ValueError, match="is for codec"):
@@ -313,7 +357,7 @@ def test_settings_that_are_not_there(variant):
 
 def test_every_tensor_of_a_profile_is_looked_at(variant):
     """Missing, of another shape or dtype, or not finite: said when the codec is made."""
-    name, settings = variant
+    name, kwargs = variant
     profile = profile_of(name)
     for key, tensor in profile.tensors.items():
         wrong = [tensor[..., :-1], tensor.double(), None]
@@ -323,4 +367,4 @@ def test_every_tensor_of_a_profile_is_looked_at(variant):
             tensors = {k: v for k, v in profile.tensors.items() if k != key}
             tensors |= {} if bad is None else {key: bad}
             with pytest.raises(ValueError, match=key):
-                get_codec(name, profile=replace(profile, tensors=tensors), **settings)
+                get_codec(name, profile=replace(profile, tensors=tensors), **kwargs)

@@ -16,7 +16,7 @@ from blendkv.codecs import LayerShape, Profile, get_codec, load_profile
 from blendkv.codecs.profile import profile_folder, read_profile
 from blendkv.errors import ChunkFileError
 from tests.chunks import assert_same
-from tests.profiles import CODECS, SMALL, chunk_of, profile_of
+from tests.drawn import CODECS, SMALL, chunk_of, profile_of
 
 TENSORS = {"b": torch.arange(3), "a.1": torch.ones(2, 2).half()}
 TINY = Profile("klt", (LayerShape(1, 2, 3),), TENSORS, {"x": 1}, {"n": "m"})

@@ -31,7 +31,7 @@ def draw(shape: LayerShape, tokens: int, seed: int, layer: int = 0) -> tuple[Ten
         mean = torch.randn(size, generator=own) * 2
         noise = torch.randn(tokens, size, generator=generator)
         rows = (noise + 0.7 * noise.roll(1, 0)) @ mixture * scale + mean
-        pair.append(rows.unflatten(1, (-1, dim)).transpose(0, 1))
+        pair.append(rows.unflatten(1, (-1, dim)).transpose(0, 1).contiguous())
     return pair[0], pair[1]
 
 
