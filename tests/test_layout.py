@@ -18,7 +18,7 @@ selectors.deviation selectors stores.pool stores attention cache facts plan buff
 attachment hooks learning proof attaching layout prefilling chunkfile library texts trials calibrating models testing
 passages bench bench.measure bench.tasks bench.methods bench.shapes bench.prompts bench.gates bench.decode
 bench.memory bench.results bench.kernels bench.coding bench.ttft bench.table bench.plot bench.quality verify families
-survey guide demo _console cli
+survey guide demo _console _options cli_bench cli
 """
 ORDER = _ORDER.split()
 
