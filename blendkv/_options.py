@@ -63,15 +63,15 @@ def figure(value: float | None, form: str, unit: str = "") -> str:
     return "" if value is None else f"{value:{form}}{unit}"
 
 
-def read_ratios(text: str) -> list[float]:
+def read_ratios(text: str, option: str = "--ratio") -> list[float]:
     """The numbers in a list such as `0,0.15`."""
     try:
         ratios = [float(part) for part in text.split(",")]
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a list of numbers such as 0.05,0.15", param_hint="--ratio") from None
+        raise typer.BadParameter(f"{text!r} is not a list of numbers such as 0.05,0.15", param_hint=option) from None
     for ratio in ratios:
         if not 0.0 <= ratio <= 1.0:
-            raise typer.BadParameter(f"{ratio:g} is outside [0, 1]", param_hint="--ratio")
+            raise typer.BadParameter(f"{ratio:g} is outside [0, 1]", param_hint=option)
     return list(dict.fromkeys(ratios))
 
 

@@ -30,6 +30,8 @@ SAMPLES = 2
 """Continuations that are drawn for each passage."""
 TARGET = 0.005
 """KL divergence, in nats a token of the continuation, at level 0 of every codec."""
+FARTHEST = 96
+"""Sixteenths of an octave, from the guess, within which level 0 is looked for."""
 FITS = {
     "cachegen": (fit_cachegen, cachegen.coarser),
     "klt": (partial(fit_transform, joint=False), fitting.coarser),
@@ -127,6 +129,7 @@ def _settle(profile: Profile, trials: Sequence[Trial]) -> int:
         if len(near) == 2 and abs(near[0] - near[1]) > 1:
             slope = max((tried[near[0]] - tried[near[1]]) / (near[0] - near[1]), slope / 4)
         shift = near[0] + round((math.log(TARGET) - tried[near[0]]) / slope)
+        shift = max(-FARTHEST, min(FARTHEST, shift))  # a model may not care, however coarse its keys and values are
         if shift in tried:
             break
     return shift

@@ -11,6 +11,7 @@ from blendkv import __version__
 from blendkv._console import print_json, print_table, work
 from blendkv._options import MODEL_HELP, Device, Dtype, Json, load, one_of
 from blendkv.cli_bench import bench
+from blendkv.cli_codec import profile
 
 if TYPE_CHECKING:
     from blendkv.demo import Demo, Round
@@ -23,6 +24,7 @@ main = typer.Typer(
     pretty_exceptions_enable=False,
 )
 main.add_typer(bench, name="bench")
+main.command()(profile)
 
 
 def _version(wanted: bool) -> None:

@@ -26,7 +26,7 @@ from blendkv._options import (
 )
 
 bench = typer.Typer(help="Measure speed and quality beside full recompute.", no_args_is_help=True)
-Files = Annotated[list[Path], typer.Argument(help="JSON files that `bench ttft --out` wrote.")]
+Files = Annotated[list[Path], typer.Argument(help="JSON files that `bench ... --out` wrote.")]
 
 
 @bench.command()
@@ -152,7 +152,7 @@ def table(
         Path | None, typer.Option(help="Page to bring up to date: tables between <!-- table: FILE --> markers.")
     ] = None,
 ) -> None:
-    """Print the rows that `bench ttft --out` kept as Markdown tables."""
+    """Print the rows that `--out` kept as Markdown tables."""
     with work(False):
         from blendkv.bench.results import read_rows
         from blendkv.bench.table import markdown, page_with
@@ -205,7 +205,7 @@ def plot(
     files: Files,
     out: Annotated[Path, typer.Option(help="Figure to write: .svg, .png, ...")],
 ) -> None:
-    """Draw speed-up over context length with FLOP limits dashed (needs matplotlib)."""
+    """Draw speed-up over context length, or KL over bits of `bench joint` (needs matplotlib)."""
     with work(False):
         from blendkv.bench.plot import plot as draw
         from blendkv.bench.results import read_rows

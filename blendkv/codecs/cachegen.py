@@ -10,7 +10,7 @@ the deltas.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -65,15 +65,28 @@ class CacheGen:
     def encode_unit(self, first: int, keys: Sequence[Tensor], values: Sequence[Tensor]) -> list[bytes]:
         """Sections of one layer: anchors of its keys and values, then deltas."""
         anchors, deltas = [], []
+        for part, scales, symbols, steps in self._sections(first, keys, values):
+            means, anchor_rows, delta_rows, _ = self._of(first, part)
+            section = encode((symbols - means).astype(np.int16), anchor_rows, lanes_for(*symbols.shape))
+            anchors.append(scales.astype("<f4").tobytes() + bytes(-scales.nbytes % ALIGN) + section)
+            deltas.append(encode(steps.astype(np.int16), delta_rows, lanes_for(*steps.shape)))
+        return anchors + deltas
+
+    def symbols(self, first: int, keys: Sequence[Tensor], values: Sequence[Tensor]) -> list[np.ndarray]:
+        """`[t, C]` of each section, anchors and deltas: what `encode_unit` codes, for those who measure coders."""
+        return [each for _, _, *both in self._sections(first, keys, values) for each in both]
+
+    def _sections(
+        self, first: int, keys: Sequence[Tensor], values: Sequence[Tensor]
+    ) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
+        """For keys (0) and values (1), and each group: scales of anchors, anchors, and deltas, integers in fp32."""
         for part, states in enumerate((keys[0], values[0])):
-            means, anchor_rows, delta_rows, step = self._of(first, part)
+            *_, step = self._of(first, part)
             rows = flat(states.float()).numpy()
             for start in range(0, len(rows), GROUP):
                 group = rows[start : start + GROUP]
                 scales = np.abs(group[::ANCHOR_EVERY]).max(1) / np.float32(LARGEST)
                 symbols = np.rint(group[::ANCHOR_EVERY] / np.maximum(scales, 1e-38)[:, None])
-                section = encode((symbols - means).astype(np.int16), anchor_rows, lanes_for(*symbols.shape))
-                anchors.append(scales.astype("<f4").tobytes() + bytes(-scales.nbytes % ALIGN) + section)
                 rest = _others(len(group))
                 decoded = (symbols.astype(np.float32) * scales[:, None])[rest // ANCHOR_EVERY]
                 steps = np.rint((group[rest] - decoded) / step)
@@ -82,8 +95,7 @@ class CacheGen:
                         "keys or values are far outside what the profile was made of: is it a profile of this model? "
                         "codec='raw' stores anything"
                     )
-                deltas.append(encode(steps.astype(np.int16), delta_rows, lanes_for(*steps.shape)))
-        return anchors + deltas
+                yield part, scales, symbols, steps
 
     def decode_unit(
         self,
