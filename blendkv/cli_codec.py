@@ -175,4 +175,4 @@ def _print(rows: list[dict[str, Any]], as_json: bool) -> None:
         return
     from blendkv.bench.codings import caption, cells
 
-    print_table(*cells(rows), caption(rows), wrap=("change",))
+    print_table(*cells(rows, intervals=False), caption(rows), wrap=("change",))

@@ -19,9 +19,9 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join([caption(rows), "", *table])
 
 
-def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Columns and lines of the table of one setting."""
-    return _codec(rows) if kind(rows[0]) == "codec" else _joint(rows)
+def cells(rows: Sequence[Row], intervals: bool = True) -> tuple[list[str], list[list[str]]]:
+    """Columns and lines of the table of one setting, if wanted with the intervals of differences."""
+    return _codec(rows) if kind(rows[0]) == "codec" else _joint(rows, intervals)
 
 
 def caption(rows: Sequence[Row]) -> str:
@@ -71,8 +71,8 @@ def draw(axes: Any, rows: Sequence[Row]) -> None:
 def _codec(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     levels = [row for row in rows if row["level"] is not None]
     short = sorted(int(field[5:]) for field in levels[0] if field.startswith("bits_") and field[5:].isdigit())
-    columns = ["codec", "level", "bits", "of 16-bit", *(f"{n} tokens" for n in short), "KL", "same top token"]
-    columns += ["encode", "decode", "zstd -1", "decode/zstd", "zstd bits"]
+    columns = ["codec", "level", "bits", "ratio", *(f"at {n}" for n in short), "KL", "top-1"]
+    columns += ["encode", "decode", "zstd -1", "of zstd", "zstd bits"]
     lines = [
         [
             row["codec"],
@@ -98,7 +98,7 @@ def _codec(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     return columns, lines
 
 
-def _joint(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+def _joint(rows: Sequence[Row], intervals: bool) -> tuple[list[str], list[list[str]]]:
     ratios = sorted({row["ratio"] for row in rows})
     columns = ["codec", "level", "change", "bits", *(f"KL at {100 * ratio:g}%" for ratio in ratios)]
     columns += [f"less plain, {100 * ratio:g}%" for ratio in ratios if any(_changed(r, ratio) for r in rows)]
@@ -108,8 +108,8 @@ def _joint(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         own = {row["ratio"]: row for row in same}
         first = next(iter(own.values()))
         cells = [codec, str(level), change, f"{first['bits_per_element']:.2f}"]
-        cells += [_beside(own.get(ratio), "kl", "raw", "{:.3f}") for ratio in ratios]
-        cells += [_beside(own.get(ratio), "kl_minus_plain", "", "{:+.3f}") for ratio in shown]
+        cells += [_beside(own.get(ratio), "kl", "kl_minus_raw" * intervals, "{:.3f}") for ratio in ratios]
+        cells += [_beside(own.get(ratio), "kl_minus_plain", "kl_minus_plain" * intervals, "{:+.3f}") for ratio in shown]
         lines.append(cells)
     return columns, lines
 
@@ -118,12 +118,11 @@ def _changed(row: Row, ratio: float) -> bool:
     return row["ratio"] == ratio and row.get("kl_minus_plain") is not None
 
 
-def _beside(row: Row | None, field: str, other: str, form: str) -> str:
-    """A figure with the interval of its difference to `other`, or its own."""
+def _beside(row: Row | None, field: str, difference: str, form: str) -> str:
+    """A figure with the interval of a difference, if one is named."""
     if row is None or row.get(field) is None:
         return ""
-    prefix = f"kl_minus_{other}" if other else field
-    low, high = row.get(f"{prefix}_low"), row.get(f"{prefix}_high")
+    low, high = row.get(f"{difference}_low"), row.get(f"{difference}_high")
     if low is None or high is None or row["codec"] == "raw":
         return form.format(row[field])
     return f"{form.format(row[field])} ({low:+.3f} to {high:+.3f})"
