@@ -10,7 +10,7 @@ the deltas.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -69,21 +69,33 @@ class CacheGen:
     def encode_unit(self, first: int, keys: Sequence[Tensor], values: Sequence[Tensor]) -> list[bytes]:
         """Sections of one layer: anchors of its keys and values, then deltas."""
         anchors, deltas = [], []
+        for side, scales, symbols, steps in self._sections(first, keys, values):
+            section = encode((symbols - side.means).astype(np.int16), side.rows, lanes_for(*symbols.shape))
+            anchors.append(scales.astype("<f4").tobytes() + bytes(-scales.nbytes % ALIGN) + section)
+            deltas.append(encode(steps.astype(np.int16), self._deltas(side)[1], lanes_for(*steps.shape)))
+        return anchors + deltas
+
+    @np.errstate(over="ignore")
+    def symbols(self, first: int, keys: Sequence[Tensor], values: Sequence[Tensor]) -> list[np.ndarray]:
+        """`[t, C]` of each section, anchors and deltas: what `encode_unit` codes, for those who measure coders."""
+        return [each for _, _, *both in self._sections(first, keys, values) for each in both]
+
+    def _sections(
+        self, first: int, keys: Sequence[Tensor], values: Sequence[Tensor]
+    ) -> Iterator[tuple[Side, np.ndarray, np.ndarray, np.ndarray]]:
+        """For keys and values, and each group: scales of anchors, anchors, and deltas, integers in fp32."""
         for side, states in zip(self._layers[first], (keys[0], values[0]), strict=True):
             rows = flat(states.float()).numpy()
-            step, delta_rows = self._deltas(side)
+            step, _ = self._deltas(side)
             for start in range(0, len(rows), GROUP):
                 group = rows[start : start + GROUP]
                 first_of_ten, rest = group[::ANCHOR_EVERY], _others(len(group))
                 scales = np.minimum(np.abs(first_of_ten).max(1) / np.float32(LARGEST), LARGEST_SCALE)
                 symbols = np.rint(first_of_ten / np.maximum(scales, TINY)[:, None])
-                section = encode((symbols - side.means).astype(np.int16), side.rows, lanes_for(*symbols.shape))
-                anchors.append(scales.astype("<f4").tobytes() + bytes(-scales.nbytes % ALIGN) + section)
                 steps = np.rint((group[rest] - (symbols * scales[:, None])[rest // ANCHOR_EVERY]) / step)
                 if steps.size and not np.abs(steps).max() <= 0x7FFF:
                     raise ValueError(FAR_OUTSIDE)
-                deltas.append(encode(steps.astype(np.int16), delta_rows, lanes_for(*steps.shape)))
-        return anchors + deltas
+                yield side, scales, symbols, steps
 
     @np.errstate(over="ignore")
     def decode_unit(

@@ -9,7 +9,7 @@ and values are much like those of the layer before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -90,18 +90,29 @@ class KLT:
     def encode_unit(self, first: int, keys: Sequence[Tensor], values: Sequence[Tensor]) -> list[bytes]:
         """Sections of a unit: for each part and group the protected tokens (in the first), then symbols."""
         streams: list[list[bytes]] = [[] for _ in range(self.streams)]
-        for part in self._unit(first, len(keys)):
-            states, rows = part.gather(keys, values), self.rows(part)
+        for part, kept, symbols in self._sections(first, keys, values):
+            rows = self.rows(part)
             coded = rows != ABSENT
+            sections = self._encode(symbols, rows[coded], self._scale(part)[coded])
+            streams[0].append(protect(kept, part.heads) + sections[0])
+            for stream, section in zip(streams[1:], sections[1:], strict=True):
+                stream.append(section)
+        return [section for stream in streams for section in stream]
+
+    def symbols(self, first: int, keys: Sequence[Tensor], values: Sequence[Tensor]) -> list[np.ndarray]:
+        """`[t, C']` int16 for each part and group: what `encode_unit` codes, for those who measure coders."""
+        return [symbols for _, _, symbols in self._sections(first, keys, values)]
+
+    def _sections(
+        self, first: int, keys: Sequence[Tensor], values: Sequence[Tensor]
+    ) -> Iterator[tuple[Part, Tensor, np.ndarray]]:
+        """For each part and group of a unit the part, its protected tokens `[t, C]`, and symbols of the others."""
+        for part in self._unit(first, len(keys)):
+            states, symbols_of = part.gather(keys, values), part.forward(self.step, self.rows(part) != ABSENT)
             for start in range(0, len(states), self.group):
                 group = states[start : start + self.group]
                 kept = group[: self.protected] if start == 0 else group[:0]
-                symbols = part.forward(group[len(kept) :], self.step, coded)
-                sections = self._encode(symbols, rows[coded], self._scale(part)[coded])
-                streams[0].append(protect(kept, part.heads) + sections[0])
-                for stream, section in zip(streams[1:], sections[1:], strict=True):
-                    stream.append(section)
-        return [section for stream in streams for section in stream]
+                yield part, kept, symbols_of(group[len(kept) :])
 
     def decode_unit(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 
@@ -88,34 +88,35 @@ class Part:
             out.copy_(wanted)
             first += slot.channels
 
-    def forward(self, states: Tensor, step: float, coded: np.ndarray) -> np.ndarray:
-        """Symbols of states.
+    def forward(self, step: float, coded: np.ndarray) -> Callable[[Tensor], np.ndarray]:
+        """What makes symbols of states.
 
         Args:
-            states: `[T, C]` fp32.
             step: what a symbol is worth.
             coded: `[C]` bool, components that are wanted.
 
         Returns:
-            `[T, C']` int16 of these.
-
-        Raises:
-            ValueError: for states so large that they cannot be meant by this profile.
+            A function of states `[T, C]` fp32 that returns `[T, C']` int16 of these components, and raises `ValueError`
+            for states so large that they cannot be meant by this profile.
         """
-        centred = states - self.mean
-        if len(self.matrix) == 1:
-            symbols = centred @ (self.forward_matrix[0][:, torch.from_numpy(coded)] / step)
-        else:
-            blocks = centred.unflatten(1, self.matrix.shape[:2]).transpose(0, 1)
-            symbols = (blocks @ (self.forward_matrix / step)).transpose(0, 1).flatten(1)
-            symbols = symbols if coded.all() else symbols[:, torch.from_numpy(coded)]
-        symbols = symbols.round_()
-        if symbols.numel() and not bool(symbols.abs().amax() <= 0x7FFF):
-            raise ValueError(FAR_OUTSIDE)
-        return symbols.to(torch.int16).numpy()
+        matrix = self.forward_matrix / step
+        wanted = None if coded.all() else torch.from_numpy(coded)
+        if len(matrix) == 1 and wanted is not None:
+            matrix = matrix[:, :, wanted]  # once, not for every group: a quarter of the time
+
+        def symbols_of(states: Tensor) -> np.ndarray:
+            blocks = (states - self.mean).unflatten(1, matrix.shape[:2]).transpose(0, 1)
+            symbols = (blocks @ matrix).transpose(0, 1).flatten(1)
+            symbols = symbols if wanted is None or len(matrix) == 1 else symbols[:, wanted]
+            symbols = symbols.round_()
+            if symbols.numel() and not bool(symbols.abs().amax() <= 0x7FFF):
+                raise ValueError(FAR_OUTSIDE)
+            return symbols.to(torch.int16).numpy()
+
+        return symbols_of
 
     def inverse(self, symbols: np.ndarray, step: float, coded: np.ndarray) -> Tensor:
-        """States `[T, C]` fp32 of what `forward` returned."""
+        """States `[T, C]` fp32 of what the function of `forward` returned."""
         if len(self.matrix) > 1:
             if not coded.all():
                 full = np.zeros((len(symbols), len(coded)), np.int16)
