@@ -68,7 +68,7 @@ def calibrate(
         continuation: tokens of each passage that follow the context.
         samples: times that next tokens are drawn for each passage.
         protected: first tokens of a chunk that are kept in 8 bits.
-        unit_layers: layers that `klt-xl` transforms together; 0: up to five, of at most 2,048 channels and
+        unit_layers: layers that `klt-xl` transforms together; 0: up to three, of at most 2,048 channels and
             half as many as there are tokens to learn from.
         name: of the model, for people.
         seed: of the draws.

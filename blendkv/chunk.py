@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -57,6 +57,28 @@ class ChunkCache:
                 raise ValueError(
                     f"layer {layer}: keys {tuple(a)} and values {tuple(b)} are not [heads, {tokens} tokens, head dim]"
                 )
+
+    @classmethod
+    def unchecked(
+        cls, states: Callable[[], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]], **fields: Any
+    ) -> ChunkCache:
+        """A chunk whose fields are known to agree; `addresses` and `homes` may be among them.
+
+        A GPU decodes a chunk in less time than it takes to make a tensor for every layer, and kernels need none.
+
+        Args:
+            states: makes keys and values, when somebody asks for them.
+            **fields: all others.
+        """
+        chunk = cls.__new__(cls)
+        chunk.__dict__.update(fields, _states=states)
+        return chunk
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("keys", "values") and "_states" in self.__dict__:
+            self.__dict__["keys"], self.__dict__["values"] = self.__dict__["_states"]()
+            return self.__dict__[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @cached_property
     def key(self) -> str:

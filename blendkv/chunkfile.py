@@ -209,21 +209,21 @@ class ChunkFile:
         for unit in range(header.units):
             starts = [(stream * header.units + unit) * step for stream in range(count)]
             layers += self._decode(unit, [s for start in starts for s in segments[start : start + step]], count)
-        return self.holding(*zip(*layers, strict=True))
+        keys, values = zip(*layers, strict=True)
+        return ChunkCache(keys=keys, values=values, **self.fields)
 
-    def holding(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> ChunkCache:
-        """The chunk of this file, with keys and values that somebody else decoded."""
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What the chunk of this file is made of (`ChunkCache`), other than keys and values."""
         header = self.header
-        return ChunkCache(
-            ids=self.ids,
-            keys=tuple(keys),
-            values=tuple(values),
-            fingerprint=header.fingerprint,
-            conditioning=self.conditioning,
-            tokenizer=header.tokenizer,
-            namespace=header.namespace,
-            text=header.text,
-        )
+        return {
+            "ids": self.ids,
+            "fingerprint": header.fingerprint,
+            "conditioning": self.conditioning,
+            "tokenizer": header.tokenizer,
+            "namespace": header.namespace,
+            "text": header.text,
+        }
 
     @cached_property
     def starts(self) -> np.ndarray:

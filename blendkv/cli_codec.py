@@ -42,7 +42,9 @@ def profile(
     passages: Annotated[int, typer.Option(min=2, help="Passages of text.")] = 32,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of a passage that are a context.")] = 1024,
     continuation: Continuation = 128,
-    unit_layers: Annotated[int, typer.Option(min=0, help="Layers that klt-xl transforms together; 0: up to five.")] = 0,
+    unit_layers: Annotated[
+        int, typer.Option(min=0, help="Layers that klt-xl transforms together; 0: up to three.")
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Of the model's own continuations.")] = 0,
     dtype: Dtype = "float32",
     device: Device = "cpu",

@@ -26,7 +26,7 @@ from blendkv.codecs.transform import Part, parts_of
 from blendkv.errors import ChunkFileError
 from blendkv.kernels.table import ALIGN, upload
 
-PIECES = 4
+PIECES = 3
 """Into how many pieces of layers bytes are cut, so that one is decoded while the next is copied."""
 MOST_SYMBOLS = 2**30
 """Symbols that are held at once, two bytes each; more chunks than that are decoded one batch after the other."""
@@ -209,26 +209,33 @@ class _Layout:
         cuts: the parts of each piece.
         ends: number of sections before each piece; and one more for the end.
         rows: first row of symbols of each chunk; and one more for the end.
-        table: `[S, 8]` sections as in `_Plan.template`, with places among the rows of all chunks.
         owner: `[S]` number of the chunk.
         segment: `[S]` number of the segment, counted through all chunks, each with one more for its end.
-        first: `[C, P]` likewise the segment where each part of a chunk begins.
-        tiles: `[N, 2]` (chunk, first token) of what a program of the inverse transform handles.
+        least: `[S]` bytes that the segment has at least: what is protected, and the states of the lanes.
+        lanes: the most of any section.
+        table: `[S, 8]` sections as in `_Plan.template`, with places among the rows of all chunks; on the device.
+        segments: `segment`, on the device.
+        first: `[C, P]` likewise the segment where each part of a chunk begins; on the device.
+        tiles: `[N, 2]` (chunk, first token) of what a program of the inverse transform handles; on the device.
     """
 
     cuts: list[range]
-    ends: np.ndarray
+    ends: list[int]
     rows: np.ndarray
-    table: np.ndarray
     owner: np.ndarray
     segment: np.ndarray
-    first: np.ndarray
-    tiles: np.ndarray
+    least: np.ndarray
+    lanes: int
+    table: Tensor
+    segments: Tensor
+    first: Tensor
+    tiles: Tensor
 
     @classmethod
     def of(cls, plan: _Plan, lengths: tuple[int, ...], pieces: int) -> _Layout:
         """The layout of chunks of these lengths."""
         from blendkv.kernels.klt import BLOCK_T
+        from blendkv.kernels.rans import describe
 
         cuts = _cuts(len(plan.width), plan.weights.unit, pieces)
         rows = np.cumsum([0, *lengths])
@@ -241,24 +248,32 @@ class _Layout:
             count += table[..., 0].size + 1
         pairs = [(chunk, parts) for parts in cuts for chunk in range(len(lengths))]
         sizes = [tables[chunk][parts.start : parts.stop, :, 0].size for chunk, parts in pairs]
+        table = np.concatenate([tables[c][parts.start : parts.stop].reshape(-1, 8) for c, parts in pairs])
+        segment = np.concatenate([segments[c][parts.start : parts.stop].ravel() for c, parts in pairs])
+        placed = table.copy()
+        placed[:, 0], placed[:, 1] = 0, 4 * table[:, 5]
+        describe(placed, plan.described, 4 * LANES[-1], int(rows[-1]) * plan.channels)  # bytes apart, it all fits
+        tiles = [(c, at) for c, tokens in enumerate(lengths) for at in range(0, tokens, BLOCK_T)]
+        arrays = (table, segment, np.stack([each[:, 0] for each in segments]), np.array(tiles, np.int64))
+        on_device = [upload(np.ascontiguousarray(array), plan.device) for array in arrays]
         return cls(
-            cuts=cuts,
-            ends=np.cumsum([0, *np.add.reduceat(sizes, range(0, len(sizes), len(lengths)))]),
-            rows=rows,
-            table=np.concatenate([tables[c][parts.start : parts.stop].reshape(-1, 8) for c, parts in pairs]),
-            owner=np.repeat([chunk for chunk, _ in pairs], sizes),
-            segment=np.concatenate([segments[c][parts.start : parts.stop].ravel() for c, parts in pairs]),
-            first=np.stack([each[:, 0] for each in segments]),
-            tiles=np.array([(c, at) for c, tokens in enumerate(lengths) for at in range(0, tokens, BLOCK_T)], np.int64),
+            cuts,
+            [0, *np.cumsum(np.add.reduceat(sizes, range(0, len(sizes), len(lengths)))).tolist()],
+            rows,
+            np.repeat([chunk for chunk, _ in pairs], sizes),
+            segment,
+            4 * table[:, 5] - table[:, 1],
+            int(table[:, 5].max()),
+            *on_device,
         )
 
 
 def _expand(
     plan: _Plan, files: Sequence[ChunkFile], dtype: torch.dtype, pieces: int
 ) -> list[ChunkCache | ChunkFileError]:
-    """Decodes files of one profile, level and dtype: queues copies, and while they run says where everything is."""
+    """Decodes files of one profile, level and dtype: says where everything is, then queues it piece by piece."""
     from blendkv.kernels.klt import inverse
-    from blendkv.kernels.rans import decode, describe
+    from blendkv.kernels.rans import decode
 
     device, weights, lengths = plan.device, plan.weights, tuple(file.header.tokens for file in files)
     layout = plan.layout(lengths, pieces)
@@ -266,35 +281,34 @@ def _expand(
     moved = np.cumsum([0, *(each[-1] - each[0] for each in starts)])
     tokens, size = int(layout.rows[-1]), int(moved[-1])
     moved = moved[:-1] - [each[0] for each in starts]  # from places in each file to those on the device
+    edges = np.concatenate([own + by for own, by in zip(starts, moved, strict=True)])
+    short = np.diff(edges)[layout.segment] < layout.least
     with kernels.on(device), _Overlap(device, len(layout.cuts)) as overlap:
+        outputs = [torch.empty(length * plan.channels, dtype=dtype, device=device) for length in lengths]
+        kept = [min(plan.kept, length) for length in lengths]
+        places = np.array([[out.data_ptr() for out in outputs], lengths, layout.rows[:-1], kept], np.int64).T
+        edges, chunks = upload(np.concatenate([edges, places.ravel()]), device).split([len(edges), places.size])
+        sections, begin = layout.table.clone(), edges[layout.segments]
+        sections[:, 0] += begin
+        sections[:, 1] += edges[layout.segments + 1] - begin
+        if short.any():  # not even read, and found to be wrong
+            sections[torch.from_numpy(np.flatnonzero(short)).to(device), :5] = 0
+        protected = edges[layout.first]
         data = torch.empty(max(size, 4 * LANES[-1]), dtype=torch.uint8, device=device)
-        for number, parts in enumerate(layout.cuts):
-            with overlap.copying(number):
+        symbols = torch.empty(tokens * plan.channels, dtype=torch.int16, device=device)
+        status = torch.zeros(len(sections) + len(files), dtype=torch.int32, device=device)
+        overlap.start()
+        for piece, parts in enumerate(layout.cuts):
+            with overlap.copying(piece):
                 for file, own, by in zip(files, starts, moved.tolist(), strict=True):
                     groups = (len(own) - 1) // len(plan.width)
                     start, stop = int(own[parts.start * groups]), int(own[parts.stop * groups])
                     assert file.tensor is not None
                     data[start + by : stop + by].copy_(file.tensor[start:stop], non_blocking=True)
-        edges = np.concatenate([own + by for own, by in zip(starts, moved, strict=True)])
-        table = layout.table.copy()
-        table[:, 0] += edges[layout.segment]
-        table[:, 1] += edges[layout.segment + 1] - edges[layout.segment]
-        short = table[:, 1] < 4 * table[:, 5]  # no room for the states of the lanes
-        table[short, 4] = 0
-        table[short, :2] = 0, 4 * LANES[-1]
-        described = describe(table, plan.described, len(data), tokens * plan.channels)
-        described[short, 1] = 0
-        symbols = torch.empty(tokens * plan.channels, dtype=torch.int16, device=device)
-        outputs = [torch.empty(length * plan.channels, dtype=dtype, device=device) for length in lengths]
-        status = torch.zeros(len(table) + len(files), dtype=torch.int32, device=device)
-        kept = [min(plan.kept, length) for length in lengths]
-        places = np.array([[out.data_ptr() for out in outputs], lengths, layout.rows[:-1], kept], np.int64).T
-        sections, tiles, chunks, protected = _upload([described, layout.tiles, places, edges[layout.first]], device)
-        lanes = int(table[:, 5].max())
-        for number, (parts, (begin, end)) in enumerate(zip(layout.cuts, pairwise(layout.ends.tolist()), strict=True)):
-            with overlap.decoding(number):
-                here = slice(begin, end)
-                decode(data, sections[here], plan.on_device, _lut(device), symbols, lanes, status=status[here])
+            here = slice(*layout.ends[piece : piece + 2])
+            with overlap.decoding(piece):
+                decode(data, sections[here], plan.on_device, _lut(device), symbols, layout.lanes, status=status[here])
+            with overlap.inverting(piece):
                 for dim, (heads, of) in weights.heads.items():
                     inverse(
                         symbols,
@@ -303,19 +317,19 @@ def _expand(
                         heads[slice(*np.searchsorted(of, (parts.start, parts.stop)))],
                         dim,
                         weights.align,
-                        tiles,
+                        layout.tiles,
                         chunks,
                         protected,
                         weights.matrices,
                         weights.mean,
                         plan.coded,
                         plan.step,
-                        status[len(table) :],
+                        status[len(sections) :],
                         dtype,
                     )
     made = [_chunk(file, out) for file, out in zip(files, outputs, strict=True)]
     found = status.cpu().numpy()  # waits for the device, this once
-    bad = {*layout.owner[short | (found[: len(table)] != 0)], *np.flatnonzero(found[len(table) :])}
+    bad = {*layout.owner[short | (found[: len(short)] != 0)], *np.flatnonzero(found[len(short) :])}
     return [_damaged() if c in bad else chunk for c, chunk in enumerate(made)]
 
 
@@ -324,13 +338,6 @@ def _damaged() -> ChunkFileError:
         "symbols that do not end where they should: the bytes are damaged, or were coded with another profile",
         reason="symbols",
     )
-
-
-def _upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Tables of int64 on a device, in one copy."""
-    flat = upload(np.concatenate([array.ravel() for array in arrays]), device)
-    parts = flat.split([array.size for array in arrays])
-    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 def _exact(device: torch.device) -> torch.device:
@@ -350,52 +357,70 @@ def _chunk(file: ChunkFile, out: Tensor) -> ChunkCache:
     """The chunk whose keys and values are written into `out`; what a blend will ask of it is known from there."""
     shapes, tokens = file.header.layers, file.header.tokens
     slots = [(s.heads, dim) for s in shapes for dim in (s.key_dim, s.value_dim)]
-    if len(set(slots)) == 1:
-        states = out.view(len(slots), slots[0][0], tokens, slots[0][1]).unbind()
-    else:
-        flat = out.split([heads * tokens * dim for heads, dim in slots])
-        states = [part.view(heads, tokens, dim) for part, (heads, dim) in zip(flat, slots, strict=True)]
-    chunk = file.holding(states[::2], states[1::2])
-    sizes = np.array(slots, np.int64) * out.element_size()
-    lengths = sizes[:, 1] * [heads for heads, _ in slots] * tokens
-    places = np.stack([out.data_ptr() + np.cumsum(lengths) - lengths, sizes[:, 1]], 1)
-    if not (places % ALIGN).any():
-        chunk.__dict__.update(addresses=places.reshape(-1, 2, 2), homes=(out.device,) * len(shapes))
-    return chunk
+    sizes = np.array(slots, np.int64)
+    lengths, sizes = sizes.prod(1) * tokens, sizes[:, 1] * out.element_size()
+    starts = np.cumsum(lengths) - lengths
+    places = np.stack([out.data_ptr() + starts * out.element_size(), sizes], 1)
+
+    def states() -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        parts = out.split(lengths.tolist())
+        views = tuple(part.view(heads, tokens, dim) for part, (heads, dim) in zip(parts, slots, strict=True))
+        return views[::2], views[1::2]
+
+    known = {} if (places % ALIGN).any() else {"addresses": places.reshape(-1, 2, 2)}
+    return ChunkCache.unchecked(states, homes=(out.device,) * len(shapes), **known, **file.fields)
 
 
 class _Overlap:
-    """On CUDA a stream that copies and one for each piece, which begins when its bytes are there; elsewhere nothing."""
+    """On CUDA streams for copying, for decoding each piece, and for inverse transforms; elsewhere nothing.
+
+    Sections of a piece are decoded side by side in the time of one, so what is to be decoded goes before inverse
+    transforms of other pieces, which would fill the device.
+    """
 
     def __init__(self, device: torch.device, pieces: int) -> None:
         self._streams: list[torch.cuda.Stream] = []
-        self._copied: list[torch.cuda.Event] = []
         if device.type == "cuda":
             self._current = torch.cuda.current_stream(device)
-            self._streams = [torch.cuda.Stream(device) for _ in range(1 + pieces)]
+            self._copies, self._inverses = (torch.cuda.Stream(device) for _ in range(2))
+            self._decodes = [torch.cuda.Stream(device, priority=-1) for _ in range(pieces)]
+            self._streams = [self._copies, self._inverses, *self._decodes]
+            self._copied: dict[int, torch.cuda.Event] = {}
+
+    def start(self) -> None:
+        """All that the current stream was given before comes before what is queued from here on."""
+        for stream in self._streams:
+            stream.wait_stream(self._current)
 
     @contextmanager
     def copying(self, piece: int) -> Generator[None]:
-        """Within it, copies of a piece are queued, in order of the pieces."""
+        """Within it, copies of a piece are queued."""
         if not self._streams:
             yield
             return
-        if piece == 0:
-            self._streams[0].wait_stream(self._current)
-        with torch.cuda.stream(self._streams[0]):
+        with torch.cuda.stream(self._copies):
             yield
-            self._copied.append(self._streams[0].record_event())
+            self._copied[piece] = self._copies.record_event()
 
     @contextmanager
     def decoding(self, piece: int) -> Generator[None]:
-        """Within it, what needs those copies, and all that the current stream was given before, is queued."""
+        """Within it, what needs those copies is queued."""
         if not self._streams:
             yield
             return
-        stream = self._streams[1 + piece]
-        stream.wait_stream(self._current)
+        stream = self._decodes[piece]
         stream.wait_event(self._copied[piece])
         with torch.cuda.stream(stream):
+            yield
+
+    @contextmanager
+    def inverting(self, piece: int) -> Generator[None]:
+        """Within it, what needs the symbols of a piece is queued."""
+        if not self._streams:
+            yield
+            return
+        self._inverses.wait_stream(self._decodes[piece])
+        with torch.cuda.stream(self._inverses):
             yield
 
     def __enter__(self) -> Self:

@@ -30,7 +30,7 @@ def loading_rows(
     layers: int = 32,
     heads: int = 8,
     dim: int = 128,
-    pieces: Sequence[int] = (1, 2, 4, 8, 16),
+    pieces: Sequence[int] = (1, 2, 3, 4, 8),
     repeats: int = 20,
     seed: int = 0,
 ) -> Iterator[dict[str, Any]]:

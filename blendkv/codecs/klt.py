@@ -3,7 +3,7 @@
 A model's own gradients say what an error in a key or value costs: in the metric of their second moments (the Fisher
 information) the KL divergence of the next tokens is half the squared error. In that metric one step fits every channel
 of every layer, keys and values alike, and the transform that makes channels uncorrelated is the best one. `klt`
-transforms each head alone, layer by layer; `klt-xl` all channels of up to five layers together, since a layer's keys
+transforms each head alone, layer by layer; `klt-xl` all channels of up to three layers together, since a layer's keys
 and values are much like those of the layer before.
 """
 
@@ -29,8 +29,10 @@ from blendkv.errors import ChunkFileError
 
 GROUPS = (256, 128, 64)
 """Tokens of a section may be: as many as keep it within `SECTION`, since a GPU decodes a section from end to end."""
-SECTION = 2**17
+SECTION = 2**16
 """Symbols of a section, unless even the fewest tokens are more."""
+BLOCK = 4096
+"""Tokens that are transformed at once; a multiple of every group."""
 LEVELS = range(-16, 17)
 """A level is worth a quarter of an octave of steps."""
 PER_LEVEL = 4
@@ -109,10 +111,13 @@ class KLT:
         """For each part and group of a unit the part, its protected tokens `[t, C]`, and symbols of the others."""
         for part in self._unit(first, len(keys)):
             states, symbols_of = part.gather(keys, values), part.forward(self.step, self.rows(part) != ABSENT)
-            for start in range(0, len(states), self.group):
-                group = states[start : start + self.group]
-                kept = group[: self.protected] if start == 0 else group[:0]
-                yield part, kept, symbols_of(group[len(kept) :])
+            for block in range(0, len(states), BLOCK):
+                shift = self.protected if block == 0 else 0
+                symbols = symbols_of(states[block + shift : block + BLOCK])
+                for start in range(block, min(block + BLOCK, len(states)), self.group):
+                    first = shift if start == 0 else 0
+                    within = slice(start + first - block - shift, start + self.group - block - shift)
+                    yield part, states[start : start + first], symbols[within]
 
     def decode_unit(
         self,
@@ -131,15 +136,20 @@ class KLT:
         for number, part in enumerate(parts):
             rows = self.rows(part)
             coded = rows != ABSENT
+            scale = self._scale(part)[coded]
+            place, waiting = 0, []
             for group in range(groups):
                 base, *fine = (segments[(stream * len(parts) + number) * groups + group] for stream in range(streams))
-                start, end = group * self.group, min((group + 1) * self.group, tokens)
-                kept = min(self.protected, end) if group == 0 else 0
-                if kept:
-                    part.scatter(unprotect(base, kept, part.heads), keys, values, 0)
-                    base = base[protected_bytes(kept, part.heads) :]
-                symbols = self._decode([base, *fine], rows[coded], self._scale(part)[coded], end - start - kept)
-                part.scatter(part.inverse(symbols, self.step, coded), keys, values, start + kept)
+                end = min((group + 1) * self.group, tokens)
+                if group == 0 and (place := min(self.protected, end)):
+                    part.scatter(unprotect(base, place, part.heads), keys, values, 0)
+                    base = base[protected_bytes(place, part.heads) :]
+                start = max(group * self.group, place)
+                waiting.append(self._decode([base, *fine], rows[coded], scale, end - start))
+                if end == tokens or end % BLOCK == 0:  # products of many tokens are quicker than many products
+                    symbols = np.concatenate(waiting) if len(waiting) > 1 else waiting[0]
+                    part.inverse(symbols, self.step, coded, keys, values, end - len(symbols))
+                    waiting.clear()
         return keys, values
 
     def _scale(self, part: Part) -> np.ndarray:
@@ -180,7 +190,7 @@ class KLT:
 
 
 class KLTXL(KLT):
-    """`klt-xl`: one transform for all channels of up to five layers."""
+    """`klt-xl`: one transform for all channels of up to three layers."""
 
     name = "klt-xl"
 

@@ -15,7 +15,7 @@ ANCHOR_EVERY = 10
 ANCHOR_LEVELS = 127
 JOINT = 2048
 """Most channels that are transformed together."""
-MOST_LAYERS = 5
+MOST_LAYERS = 3
 
 
 def units_of(shapes: Sequence[LayerShape], size: int) -> list[range]:

@@ -79,14 +79,15 @@ class Part:
 
     def scatter(self, rows: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], at: int) -> None:
         """Puts `[t, C]` fp32 where tokens `at`, `at + 1`, ... of the unit's layers are."""
-        first = 0
-        for slot in self.slots:
-            out = (values if slot.values else keys)[slot.layer][:, at : at + len(rows)]
-            wanted = rows[:, first : first + slot.channels].unflatten(1, (slot.heads, slot.dim)).transpose(0, 1)
-            if out.dtype == torch.float16:
-                wanted = wanted.clamp(-65504, 65504)
-            out.copy_(wanted)
-            first += slot.channels
+        for slot, own in zip(self.slots, rows.split([slot.channels for slot in self.slots], 1), strict=True):
+            self._put(own.unflatten(1, (slot.heads, slot.dim)).transpose(0, 1), slot, keys, values, at)
+
+    @staticmethod
+    def _put(states: Tensor, slot: Slot, keys: Sequence[Tensor], values: Sequence[Tensor], at: int) -> None:
+        """Puts `[heads, t, dim]` where tokens `at`, `at + 1`, ... of a slot are; what is too large stays finite."""
+        out = (values if slot.values else keys)[slot.layer][:, at : at + states.shape[1]]
+        limit = torch.finfo(out.dtype).max
+        out.copy_(states.clamp(-limit, limit) if out.dtype == torch.float16 else states)
 
     def forward(self, step: float, coded: np.ndarray) -> Callable[[Tensor], np.ndarray]:
         """What makes symbols of states.
@@ -115,8 +116,25 @@ class Part:
 
         return symbols_of
 
-    def inverse(self, symbols: np.ndarray, step: float, coded: np.ndarray) -> Tensor:
-        """States `[T, C]` fp32 of what the function of `forward` returned."""
+    def inverse(
+        self,
+        symbols: np.ndarray,
+        step: float,
+        coded: np.ndarray,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        at: int,
+    ) -> None:
+        """Puts the states of symbols where tokens `at`, `at + 1`, ... of the unit's layers are.
+
+        Args:
+            symbols: `[T, C']` int16, as the function of `forward` returned them.
+            step: as there.
+            coded: as there.
+            keys: of the unit's layers.
+            values: likewise.
+            at: first token.
+        """
         if len(self.matrix) > 1:
             if not coded.all():
                 full = np.zeros((len(symbols), len(coded)), np.int16)
@@ -124,7 +142,9 @@ class Part:
                 symbols = full
             blocks = torch.from_numpy(symbols).float().unflatten(1, self.matrix.shape[:2]).transpose(0, 1)
             mean = self.mean.view(len(self.matrix), 1, -1)
-            return torch.baddbmm(mean, blocks, self.matrix, alpha=step).transpose(0, 1).flatten(1)
+            states = torch.baddbmm(mean, blocks, self.matrix, alpha=step)
+            self._put(states, self.slots[0], keys, values, at)  # a block is a head
+            return
         chosen = np.flatnonzero(coded)
         large, numbers = int((chosen < EXACT).sum()) if bf16_is_fast() else len(chosen), torch.from_numpy(symbols)
         matrix = self.matrix[0] if len(chosen) == len(coded) else self.matrix[0][chosen[:large]]
@@ -132,7 +152,7 @@ class Part:
         if large < len(chosen):
             matrix = self._rounded[0][chosen[large:]]
             states.add_(numbers[:, large:].bfloat16() @ matrix, alpha=step)
-        return states
+        self.scatter(states, keys, values, at)
 
 
 @cache

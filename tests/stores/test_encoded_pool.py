@@ -105,6 +105,8 @@ def test_damage_is_a_counted_miss(monkeypatch, interpreted):
     """D33."""
     if interpreted:
         pytest.importorskip("triton")
+        if torch.cuda.is_available():
+            pytest.skip("triton interprets nothing beside a GPU")
         monkeypatch.setattr(kernels, "unusable", lambda *args: None)
     chunks = [make_chunk(3, 2, 2, 32, seed=seed) for seed in range(3)]
     pool = Pool(codec=CODEC)
