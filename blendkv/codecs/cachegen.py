@@ -1,11 +1,11 @@
 """CacheGen as published (Liu et al. 2024, section 5.2): anchors of eight bits, deltas to them, bins by layer.
 
 Of every ten tokens the first is the anchor, quantised to eight bits by its largest channel; the others are coded as
-differences to the anchor as it is decoded, with bins of 0.5, 1 and 1.5 times the layer's standard deviation in the
-first, second and last third of the layers. Symbols are entropy coded with statistics of each layer and channel,
-profiled once for a model, apart for anchors and deltas. Other than in the paper keys are coded before rotation, which
-takes 5% fewer bits, and rANS stands for the arithmetic coder. Anchors come first in a file, so they can be used without
-the deltas.
+differences to the anchor as it is decoded, with bins in proportion to 0.5, 1 and 1.5 times the layer's standard
+deviation in the first, second and last third of the layers. Symbols are entropy coded with statistics of each layer and
+channel, profiled once for a model, apart for anchors and deltas. Other than in the paper keys are coded before
+rotation, which takes 5% fewer bits, and rANS stands for the arithmetic coder. Anchors come first in a file, so they can
+be used without the deltas.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ LEVELS = range(-12, 13)
 PER_LEVEL = 4
 BINS = (0.5, 1.0, 1.5)
 """Bins of the three thirds of the layers, in standard deviations of a layer's keys or values."""
+KEYS_FINER = 0.5
+"""Octaves by which bins of keys are finer, and those of values coarser: the code published with the paper gives keys up
+to twice as many bins as values."""
 TINY = np.finfo(np.float32).tiny
 
 
@@ -181,7 +184,7 @@ def fit_cachegen(statistics: Statistics, about: Mapping[str, Any]) -> Profile:
         third = layer * len(BINS) // len(statistics.shapes)
         for part in range(2):
             spread = statistics.spread(layer)[part]
-            bins[layer, part] = BINS[third] * float(spread.mean().sqrt())
+            bins[layer, part] = BINS[third] * 2.0 ** (KEYS_FINER * (2 * part - 1)) * float(spread.mean().sqrt())
             anchors, deltas = statistics.anchors[layer][part], statistics.deltas[layer][part]
             name = f"{layer}.{part}"
             tensors[f"mean.{name}"] = anchors.mean.round().to(torch.int16)
