@@ -200,9 +200,10 @@ def test_a_copy_says_where_its_own_tensors_are(copied, lazy):
         known = {"addresses": chunk.addresses, "homes": chunk.homes}
         fields = {"conditioning": (), "tokenizer": "", "namespace": "", "text": "four"}
         chunk = ChunkCache.unchecked(lambda: (keys, values), ids=torch.arange(4), fingerprint="f", **fields, **known)
-    assert chunk.addresses[0, 0, 0] == keys[0].data_ptr() and chunk.homes[0] == torch.device("cpu")
+    assert chunk.addresses[0, 0, 0] == keys[0].data_ptr()
+    assert chunk.homes[0] == torch.device("cpu")
     other = copied(chunk)
     at = [[(k.data_ptr(), 32), (v.data_ptr(), 32)] for k, v in zip(other.keys, other.values, strict=True)]
     assert other.addresses.tolist() == [[list(pair) for pair in layer] for layer in at]
-    assert other.key == chunk.key and other.text == "four" and repr(other) == repr(chunk)
+    assert (other.key, other.text, repr(other)) == (chunk.key, "four", repr(chunk))
     assert all(torch.equal(a, b) for a, b in zip(other.keys + other.values, keys + values, strict=True))

@@ -125,6 +125,9 @@ def test_codecs_by_name():
     assert Pool(codec="raw").codec is None
     with pytest.raises(ValueError, match="needs a profile"):
         Pool(codec="klt")
+    for wrong in (CODEC.profile, type(CODEC)):
+        with pytest.raises(ValueError, match="not a codec"):
+            Pool(codec=wrong)
     pool = Pool(codec="raw")
     pool.put(CHUNKS[0])
     assert pool.get(CHUNKS[0].key) is CHUNKS[0]
@@ -195,7 +198,8 @@ def test_a_report_says_that_chunks_are_lossy_or_refused(setting):
     kv.prefill(DOCUMENTS)
     _, report = logits(kv)
     assert report.prefilled_tokens == 0
-    assert "refused 3 chunks" in report.notes[1] and "a model with 2 layers" in report.notes[1]
+    assert "refused 3 chunks" in report.notes[1]
+    assert "a model with 2 layers" in report.notes[1]
     assert logits(ChunkLibrary(other, byte_tokenizer()))[1].notes == []
 
 
