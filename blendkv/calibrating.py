@@ -23,9 +23,7 @@ from blendkv.rope import Rotation, on_device
 from blendkv.texts import Passage
 from blendkv.trials import Trial
 
-CONTEXT = 1024
 CONTINUATION = 128
-PASSAGES = 32
 SAMPLES = 2
 """Continuations that are drawn for each passage."""
 TARGET = 0.005

@@ -6,7 +6,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -79,6 +79,10 @@ class ChunkCache:
             self.__dict__["keys"], self.__dict__["values"] = self.__dict__["_states"]()
             return self.__dict__[name]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: a copy has its tensors elsewhere, so `addresses` and `homes` are not those of the copy."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @cached_property
     def key(self) -> str:

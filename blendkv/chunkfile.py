@@ -105,7 +105,7 @@ class ChunkFile:
     Args:
         source: bytes, a path, a seekable binary file (fsspec's too), a uint8 tensor on any device, or a
             `blendkv.container.Source`.
-        profiles: by hash, for codecs that need one.
+        profiles: one, or several by their hash, for codecs that need one; None: where `blendkv profile` puts them.
         secret: of a sealed file: the secret, or secrets by key id.
         codec: that wrote the file, if it is at hand; else the one that the head names is made.
         rebuild: computes layer 0 where it was left out: `first_layer_of(model)`.

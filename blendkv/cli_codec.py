@@ -33,6 +33,9 @@ Profiles = Annotated[Path | None, typer.Option(help="Folder of CODEC.safetensors
 Continuation = Annotated[int, typer.Option(min=1, help="Tokens after a context.")]
 Out = Annotated[Path | None, typer.Option(help="JSON file that the rows are merged into.")]
 
+ENOUGH = 8 * 1024
+"""Tokens of context from which a profile is about as good as one of more (docs/lab-log.md)."""
+
 
 def profile(
     model: Model,
@@ -52,15 +55,24 @@ def profile(
 ) -> None:
     """Calibrate profiles of a model: what lossy codecs must know of its keys and values, once."""
     with work(as_json):
+        from blendkv._paths import require_writable
         from blendkv.calibrating import FITS, calibrate
+        from blendkv.codecs.profile import profile_folder
         from blendkv.texts import passages as read_passages
 
         names = read_names("--codec", codec, FITS)
+        require_writable(profile_folder() if out is None else out)
         loaded, tokenizer = load(model, dtype, device)
         texts = read_passages(data, tokenizer, tokens + continuation, passages)
         made = calibrate(
             loaded, texts, names, continuation=continuation, unit_layers=unit_layers, name=model, seed=seed
         )
+        if (seen := len(texts) * tokens) < ENOUGH:
+            typer.echo(
+                f"blendkv: {len(texts)} passages of {tokens} tokens are little to learn from: with fewer than {ENOUGH:,} "
+                "tokens of context, codecs take more bits and lose more; give more --data",
+                err=True,
+            )
         paths = {name: one.save(None if out is None else out / f"{name}.safetensors") for name, one in made.items()}
     if as_json:
         rows = [{"codec": n, "hash": p.hash, "bytes": p.nbytes, "file": str(paths[n])} for n, p in made.items()]
@@ -95,13 +107,12 @@ def codec(
     wanted, lengths = read_integers("--levels", levels, "-4,0,4"), read_lengths(short, "--short")
     with work(as_json):
         from blendkv.bench.codec import codec_rows, load_profiles
-        from blendkv.bench.results import read_rows, write_rows
+        from blendkv.bench.results import require_room, write_rows
         from blendkv.codecs import codec_names
         from blendkv.texts import count_known, passages
 
         made = load_profiles(read_names("--codecs", codecs, codec_names()), profiles)
-        if out is not None and out.exists():
-            read_rows(out)  # before minutes of work, not after
+        require_room(out)
         loaded, tokenizer = load(model, dtype, device)
         known = {text for one in made.values() if one is not None for text in one.about.get("texts", ())}
         rows = codec_rows(
@@ -144,15 +155,14 @@ def joint(
     with work(as_json):
         from blendkv.bench.codec import load_profiles
         from blendkv.bench.joint import joint_rows, unseen_examples
-        from blendkv.bench.results import read_rows, write_rows
+        from blendkv.bench.results import require_room, write_rows
         from blendkv.bench.tasks import READERS
         from blendkv.codecs import codec_names
 
         one_of("--task", task, sorted(READERS))
         chosen = named_selector(selector)
         made = load_profiles(read_names("--codecs", codecs, codec_names()), profiles)
-        if out is not None and out.exists():
-            read_rows(out)
+        require_room(out)
         loaded, tokenizer = load(model, dtype, device)
         rows = joint_rows(
             loaded,
@@ -175,6 +185,6 @@ def _print(rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         print_json({"rows": rows})
         return
-    from blendkv.bench.codings import caption, cells
+    from blendkv.bench.codec_table import caption, cells
 
     print_table(*cells(rows, intervals=False), caption(rows), wrap=("change",))

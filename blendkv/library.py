@@ -134,6 +134,7 @@ class ChunkLibrary:
         report = BlendReport()
         with report.clock.stage("load"):
             chunks = self._chunks(prompt, report, options["strict"])
+        report.notes += getattr(self.pool, "notes", ())
         cache = BlendedCache(chunks, **options)
         cache.report.clock, cache.report.put_failures = report.clock, report.put_failures
         cache.report.prefilled_tokens, cache.report.notes = report.prefilled_tokens, report.notes

@@ -1,5 +1,7 @@
 """Chunks, keys and fingerprints."""
 
+import copy
+import pickle
 import subprocess
 import sys
 
@@ -187,3 +189,21 @@ def test_repr_and_sizes_show_no_tokens():
     assert "411" not in repr(chunk)
     assert "secret" not in repr(chunk)
     assert chunk.to("cpu") is chunk
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda chunk: pickle.loads(pickle.dumps(chunk))])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_copy_says_where_its_own_tensors_are(copied, lazy):
+    keys, values = (tuple(torch.randn(2, 4, 8) for _ in range(3)) for _ in range(2))
+    chunk = ChunkCache(torch.arange(4), keys, values, "f", text="four")
+    if lazy:
+        known = {"addresses": chunk.addresses, "homes": chunk.homes}
+        fields = {"conditioning": (), "tokenizer": "", "namespace": "", "text": "four"}
+        chunk = ChunkCache.unchecked(lambda: (keys, values), ids=torch.arange(4), fingerprint="f", **fields, **known)
+    assert chunk.addresses[0, 0, 0] == keys[0].data_ptr()
+    assert chunk.homes[0] == torch.device("cpu")
+    other = copied(chunk)
+    at = [[(k.data_ptr(), 32), (v.data_ptr(), 32)] for k, v in zip(other.keys, other.values, strict=True)]
+    assert other.addresses.tolist() == [[list(pair) for pair in layer] for layer in at]
+    assert (other.key, other.text, repr(other)) == (chunk.key, "four", repr(chunk))
+    assert all(torch.equal(a, b) for a, b in zip(other.keys + other.values, keys + values, strict=True))

@@ -159,3 +159,19 @@ def test_wrong_usage_is_exit_code_2(run, arguments):
     assert result.exit_code == 2
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
+
+
+def test_profile_looks_at_its_folder_before_the_work(data, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("hello")
+
+    def load(*args, **kwargs):
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr("blendkv.models.load_model", load)
+    result = CliRunner().invoke(main, ["profile", "m", "--data", str(data), "--out", str(tmp_path / "file")])
+    assert result.exit_code == 1
+    assert "File exists" in result.stderr
+
+
+def test_profile_says_that_there_was_little_text(profiles):
+    assert "10 passages of 72 tokens are little to learn from" in profiles[1].stderr

@@ -17,9 +17,9 @@ kernels.rows kernels.rans kernels.klt kernels.mass kernels.attention kernels chu
 selectors.static selectors.deviation selectors stores.eviction stores.pool stores attention cache facts plan buffers
 waits graphs norms blend decoding attachment hooks learning proof attaching layout prefilling library texts trials
 calibrating models testing passages bench bench.measure bench.tasks bench.methods bench.shapes bench.prompts
-bench.gates bench.decode bench.memory bench.results bench.kernels bench.coding bench.loading bench.ttft bench.codings
-bench.table bench.plot bench.quality bench.coders bench.codec bench.joint verify families survey guide demo _console
-_options cli_bench cli_codec cli
+bench.gates bench.decode bench.memory bench.results bench.kernels bench.coding bench.loading bench.ttft
+bench.codec_table bench.table bench.plot bench.quality bench.coders bench.codec bench.joint verify families survey guide
+demo _console _options cli_bench cli_codec cli
 """
 ORDER = _ORDER.split()
 

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from blendkv.bench import codings
+from blendkv.bench import codec_table
 from blendkv.bench.measure import median
 from blendkv.bench.results import Row, by_setting, kind
 from blendkv.bench.table import method_name
@@ -60,7 +60,7 @@ def _figure(panels: list[tuple[Row, Any]]) -> Any:
     _matplotlib().rcParams.update({"svg.hashsalt": "blendkv", "svg.fonttype": "none", "font.size": 9})
     figure = _matplotlib("figure").Figure(figsize=(6.4 * len(panels), 4.4), layout="constrained")
     for axes, (row, drawn) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        _draw_speed(axes, row, drawn) if kind(row) == "ttft" else codings.draw(axes, drawn)
+        _draw_speed(axes, row, drawn) if kind(row) == "ttft" else codec_table.draw(axes, drawn)
     return figure
 
 

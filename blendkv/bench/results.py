@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import transformers
 
+from blendkv._paths import require_writable
 from blendkv._version import __version__
 
 Row = dict[str, Any]
@@ -100,6 +101,20 @@ def read_rows(path: str | Path) -> list[Row]:
         if missing:
             raise ValueError(f"{path}: a row has no field {', '.join(map(repr, missing))}")
     return rows
+
+
+def require_room(path: Path | None) -> None:
+    """Refuses a file that `write_rows` could not merge rows into, before the hours of work that make them.
+
+    Raises:
+        ValueError: if it is there, and not one of ours.
+        OSError: if it cannot be read, or its folder not be written to.
+    """
+    if path is None:
+        return
+    if path.exists():
+        read_rows(path)
+    require_writable(path.absolute().parent)
 
 
 def write_rows(path: str | Path, rows: Iterable[Row]) -> None:

@@ -36,8 +36,8 @@ _CODECS = {  # imported when they are first used
     "klt-xl": "blendkv.codecs.klt:KLTXL",
 }
 
-Profiles = Mapping[str, Any] | Callable[[str], Any]
-"""Profiles by their hash: a mapping, or a function that gives None for one it does not have."""
+Profiles = Profile | Mapping[str, Any] | Callable[[str], Any]
+"""One profile, or profiles by their hash: a mapping, or a function that gives None for one it does not have."""
 
 
 @cache
@@ -71,14 +71,21 @@ def get_codec(codec: str | Codec, **settings: Any) -> Codec:
     """The codec of that name, or the codec itself.
 
     Args:
-        codec: a name, or a codec, which is returned as it is.
+        codec: a name, or a codec, which is returned as it is and takes no settings.
         settings: `level`, `profile` (a `Profile`, its file or its hash) and what else the class takes, where its
             defaults will not do.
 
     Raises:
-        ValueError: for an unknown name, or settings that the codec does not have.
+        ValueError: for an unknown name, something else that is not a codec, or settings that it cannot have.
+        TypeError: for settings that its class does not take.
     """
-    return codec_class(codec)(**settings) if isinstance(codec, str) else codec
+    if isinstance(codec, str):
+        return codec_class(codec)(**settings)
+    if not isinstance(codec, Codec):
+        raise ValueError(f"{codec!r} is not a codec: pass get_codec(NAME, ...) or a name")
+    if settings:
+        raise ValueError(f"codec {codec.name!r} is made already, and takes no {', '.join(settings)}: pass its name")
+    return codec
 
 
 def codec_of(header: Header, profiles: Profiles | None = None, codec: Codec | None = None) -> Codec:
@@ -86,7 +93,7 @@ def codec_of(header: Header, profiles: Profiles | None = None, codec: Codec | No
 
     Args:
         header: of the file.
-        profiles: where the profile is, if the codec needs one; None: where `blendkv profile` puts it.
+        profiles: the profile, or where it is, if the codec needs one; None: where `blendkv profile` puts it.
         codec: the codec that wrote the file, if it is at hand; None makes the one that the head names.
 
     Raises:
@@ -142,7 +149,10 @@ def _profile(header: Header, profiles: Profiles | None) -> Any:
     profile = None
     if wanted:
         try:
-            profile = profiles.get(wanted) if isinstance(profiles, Mapping) else profiles(wanted)
+            if isinstance(profiles, Profile):
+                profile = profiles
+            else:
+                profile = profiles.get(wanted) if isinstance(profiles, Mapping) else profiles(wanted)
         except ValueError as error:
             raise ChunkFileError(f"the chunk file needs profile {wanted}: {error}", reason="profile") from error
     if isinstance(profile, Profile) and (profile.hash, profile.codec) != (wanted, header.codec):

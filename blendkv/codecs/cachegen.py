@@ -59,7 +59,7 @@ class CacheGen:
     def __init__(self, level: int = 0, profile: Profile | str | Path | None = None) -> None:
         if level not in LEVELS:
             raise ValueError(f"cachegen has levels {LEVELS[0]} to {LEVELS[-1]}; got {level}")
-        self.level, self.profile = level, profile_for(self.name, profile)
+        self.level, self.profile = int(level), profile_for(self.name, profile)
         self.profile_hash = self.profile.hash
         self._layers = sides_of(self.profile)
 

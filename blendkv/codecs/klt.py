@@ -66,7 +66,7 @@ class KLT:
             raise ValueError(f"{self.name} has levels {LEVELS[0]} to {LEVELS[-1]}; got {level}")
         if streams not in (1, 2):
             raise ValueError(f"{self.name} has 1 or 2 streams; got {streams}")
-        self.level, self.streams, self.profile = level, streams, profile_for(self.name, profile)
+        self.level, self.streams, self.profile = int(level), int(streams), profile_for(self.name, profile)
         self.profile_hash = self.profile.hash
         self._units = parts_of(self.profile)
         widest = max(len(part.mean) for parts in self._units for part in parts)

@@ -181,7 +181,9 @@ def profile_for(codec: str, given: Profile | str | Path | None) -> Profile:
         ValueError: if there is none, or if it is another codec's.
     """
     profile = load_profile(given) if isinstance(given, str | Path) else given
-    if not isinstance(profile, Profile):
+    if profile is not None and not isinstance(profile, Profile):
+        raise ValueError(f"profile= takes a profile, its file or its hash; got a {type(profile).__name__}")
+    if profile is None:
         lacks = f"finds no profile {given} in {profile_folder()}" if given else "needs a profile of the model"
         raise ValueError(
             f"{codec} {lacks}: `blendkv profile MODEL --data FILES --codec {codec}` makes one; pass its file or its "

@@ -33,6 +33,7 @@ class PoolStats:
         bytes: held now.
         damaged: encoded chunks that could not be decoded, and were forgotten.
         uncoded: puts that the codec refused; they are kept as they are.
+        refusal: what the codec said when it last refused one.
     """
 
     hits: int = 0
@@ -43,6 +44,7 @@ class PoolStats:
     bytes: int = 0
     damaged: int = 0
     uncoded: int = 0
+    refusal: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,24 @@ class Pool:
         self._pins: Counter[str] = Counter()
         self._lock = threading.RLock()
 
+    @property
+    def notes(self) -> list[str]:
+        """What who uses these chunks should know: that they are not exact, or take more memory than was meant."""
+        if self.codec is None:
+            return []
+        said, name = [], f"codec {self.codec.name!r}"
+        if self.codec.needs_profile:
+            said.append(
+                f"chunks are kept with {name}, level {self.codec.level}, which is lossy: answers may differ from those "
+                "of exact chunks"
+            )
+        if self.stats.uncoded:
+            said.append(
+                f"{name} refused {self.stats.uncoded} chunks since the store was made, which are kept as they are; the "
+                f"last because: {self.stats.refusal}"
+            )
+        return said
+
     def get(self, key: str) -> ChunkCache | None:
         """The chunk under `key`, now the most recently used, or None; counted as a hit or a miss."""
         return self._fetch([key])[0]
@@ -135,9 +155,10 @@ class Pool:
         if self.codec is not None:
             try:
                 data = encode_chunk(chunk, self.codec)
-            except ValueError:
+            except ValueError as error:
                 with self._lock:
                     self.stats.uncoded += 1
+                    self.stats.refusal = str(error)
             else:
                 tensor = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
                 if self.pin_memory:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from blendkv.bench import codec as bench
+from blendkv.bench.codec_table import caption, cells, markdown
 from blendkv.bench.coders import sections_of, zstd1
-from blendkv.bench.codings import caption, cells, markdown
 from blendkv.bench.results import merged, read_rows
 from blendkv.chunkfile import encode_chunk
 from blendkv.codecs import get_codec

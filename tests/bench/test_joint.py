@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from blendkv.bench.codings import cells, curves
+from blendkv.bench.codec_table import cells, curves
 from blendkv.bench.joint import _at_bits, changed, joint_rows, through, unseen_examples
 from blendkv.bench.plot import plot
 from blendkv.bench.quality import lay_out, quality_rows

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from blendkv.bench.results import device_name, identity, merged, read_rows, versions, write_rows
+from blendkv.bench.results import device_name, identity, merged, read_rows, require_room, versions, write_rows
 
 
 def row(**fields):
@@ -64,3 +64,13 @@ def test_a_file_that_is_not_ours(tmp_path, text, why):
 def test_a_processor_has_a_name():
     assert device_name(torch.device("cpu")).rpartition(" ")[2] in ("thread", "threads")
     assert set(versions()) == {"blendkv", "torch", "transformers"}
+
+
+def test_room_for_rows_is_looked_for_before_the_work(tmp_path):
+    require_room(None)
+    require_room(tmp_path / "new" / "rows.json")
+    (tmp_path / "file").write_text("hello")
+    with pytest.raises(OSError, match="file"):
+        require_room(tmp_path / "file" / "rows.json")
+    with pytest.raises(ValueError, match="not JSON"):
+        require_room(tmp_path / "file")

@@ -351,6 +351,11 @@ def test_settings_that_are_not_there(variant):
             get_codec(name, profile=profile, level=level, **kwargs)
     with pytest.raises(ValueError, match="blendkv profile MODEL"):
         get_codec(name)
+    with pytest.raises(ValueError, match="its file or its hash; got a dict"):
+        get_codec(name, profile={profile.hash: profile})
+    with pytest.raises(ValueError, match="takes no level"):
+        get_codec(get_codec(name, profile=profile), level=8)
+    assert repr(get_codec(name, profile=profile, level=1.0, **kwargs).level) == "1"
     with pytest.raises(ValueError, match="is for codec"):
         get_codec(name, profile=profile_of("cachegen" if name != "cachegen" else "klt"))
 

@@ -37,6 +37,7 @@ def test_there_and_back(tmp_path, codec):
     data = encode_chunk(chunk, get_codec(codec, profile=str(path)))
     assert data == encode_chunk(chunk, get_codec(codec, profile=profile))
     assert_same(decode_chunk(data, profiles={profile.hash: again}), decode_chunk(data, profiles=lambda _: profile))
+    assert_same(decode_chunk(data, profiles=again), decode_chunk(data, profiles=lambda _: profile))
 
 
 def test_by_its_hash(tmp_path, monkeypatch):

@@ -125,6 +125,9 @@ def test_codecs_by_name():
     assert Pool(codec="raw").codec is None
     with pytest.raises(ValueError, match="needs a profile"):
         Pool(codec="klt")
+    for wrong in (CODEC.profile, type(CODEC)):
+        with pytest.raises(ValueError, match="not a codec"):
+            Pool(codec=wrong)
     pool = Pool(codec="raw")
     pool.put(CHUNKS[0])
     assert pool.get(CHUNKS[0].key) is CHUNKS[0]
@@ -181,6 +184,23 @@ def logits(kv, documents=DOCUMENTS):
     inputs = kv(documents, "Why?")
     with torch.no_grad():
         return kv.model(**inputs, logits_to_keep=1).logits[:, -1], inputs.report
+
+
+def test_a_report_says_that_chunks_are_lossy_or_refused(setting):
+    kv = library(setting)
+    kv.prefill(DOCUMENTS)
+    _, report = logits(kv)
+    (note,) = report.notes
+    assert "codec 'klt', level 0, which is lossy" in note
+    assert note in str(report)
+    other = tiny_model("llama", num_hidden_layers=3).to(DEVICE)
+    kv = ChunkLibrary(other, byte_tokenizer(), Pool(codec=get_codec("klt", profile=setting[1])))
+    kv.prefill(DOCUMENTS)
+    _, report = logits(kv)
+    assert report.prefilled_tokens == 0
+    assert "refused 3 chunks" in report.notes[1]
+    assert "a model with 2 layers" in report.notes[1]
+    assert logits(ChunkLibrary(other, byte_tokenizer()))[1].notes == []
 
 
 def test_the_first_use_answers_as_later_ones(setting):
