@@ -5,33 +5,11 @@ A `Pool` holds `ChunkCache` objects in memory; a `Store` holds bytes under a key
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol, runtime_checkable
-
+from blendkv.stores.base import Store, StoreStats
+from blendkv.stores.deadline import deadline
 from blendkv.stores.pool import Pool, PoolStats
 
-__all__ = ["Pool", "PoolStats", "Store", "open_pool"]
-
-
-@runtime_checkable
-class Store(Protocol):
-    """Bytes under a key. A fault is a miss: `get` returns None, it does not raise."""
-
-    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes | None:
-        """Bytes `[start, stop)` of an entry, or None."""
-        ...
-
-    def put(self, key: str, data: bytes) -> bool:
-        """Stores an entry whole; False if it could not be kept."""
-        ...
-
-    def delete(self, key: str) -> None:
-        """Forgets an entry; an unknown key is fine."""
-        ...
-
-    def keys(self) -> Iterator[str]:
-        """Keys of all entries."""
-        ...
+__all__ = ["Pool", "PoolStats", "Store", "StoreStats", "deadline", "open_pool"]
 
 
 def open_pool(url: str | Pool, capacity_bytes: int | None = None) -> Pool:
