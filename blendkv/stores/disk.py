@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 from blendkv.errors import StoreError
 from blendkv.stores.base import StoreStats
 from blendkv.stores.deadline import remaining
-from blendkv.stores.files import DiskSource, fault_of, folder, make_folders, write_temporary
+from blendkv.stores.files import DiskSource, fault_of, folder, make_folders, temporary
 from blendkv.stores.inventory import BAD, Inventory
 from blendkv.stores.keys import is_key, key_of, place_of
 
@@ -228,15 +228,9 @@ class DiskStore:
         path, name = place_of(key)
         self._make_folder(path)
         with folder(f"{self._root}/{path}") as at:
-            temporary = write_temporary(key, data, at, self.durable)
-            try:
-                with self._lock:
-                    os.rename(temporary, name, src_dir_fd=at, dst_dir_fd=at)
-                    self._inventory.add(f"{path}/{name}", size, time.time_ns())
-            except OSError:
-                with suppress(OSError):
-                    os.unlink(temporary, dir_fd=at)
-                raise
+            with temporary(key, data, at, self.durable) as written, self._lock:
+                os.rename(written, name, src_dir_fd=at, dst_dir_fd=at)
+                self._inventory.add(f"{path}/{name}", size, time.time_ns())
             if self.durable:
                 try:
                     os.fsync(at)
@@ -283,7 +277,8 @@ class DiskStore:
         self._make_folder("00")
         with folder(f"{self._root}/00") as at:
             try:
-                os.unlink(write_temporary("probe", bytes(4096), at, durable=False), dir_fd=at)
+                with temporary("probe", bytes(4096), at, durable=False) as written, suppress(FileNotFoundError):
+                    os.unlink(written, dir_fd=at)
             except OSError as error:
                 if fault_of(error) != "full" or not self._inventory.files:
                     raise

@@ -43,7 +43,8 @@ def folder(path: str) -> Generator[int]:
     try:
         yield fd
     finally:
-        os.close(fd)
+        with suppress(OSError):  # nothing was written through it
+            os.close(fd)
 
 
 def read_range(fd: int, start: int, stop: int) -> bytes:
@@ -55,38 +56,45 @@ def read_range(fd: int, start: int, stop: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def write_temporary(key: str, data: bytes, at: int, durable: bool) -> str:
-    """Writes a file of its own beside the entries; gives its name. Nothing is left of it after an error."""
+@contextmanager
+def temporary(key: str, data: bytes, at: int, durable: bool) -> Generator[str]:
+    """Writes a file of its own beside the entries; gives its name, to be renamed. Nothing is left of it after an error.
+
+    It is locked as long as it has that name, so that no other process takes it for one whose writer died.
+    """
     name = f"{key}.{os.getpid()}-{token_hex(4)}.tmp"
     fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE, 0o600, dir_fd=at)
     try:
-        try:
-            with suppress(OSError):  # a file system without locks: temporary files are known by their age alone
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            view = memoryview(data).cast("B")
-            while view:
-                view = view[os.write(fd, view) :]
-            now = time.time_ns()
-            os.utime(fd, ns=(now, now))  # the kernel's own times are coarse
-            if durable:
-                os.fsync(fd)
-        finally:
-            os.close(fd)  # before it is published: NFS tells of failed writes now
+        with suppress(OSError):  # a file system without locks: temporary files are known by their age alone
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        view = memoryview(data).cast("B")
+        while view:
+            view = view[os.write(fd, view) :]
+        now = time.time_ns()
+        os.utime(fd, ns=(now, now))  # the kernel's own times are coarse
+        if durable:
+            os.fsync(fd)
+        os.close(os.dup(fd))  # NFS tells of failed writes when a descriptor is closed: before this is published
+        yield name
     except BaseException:
         with suppress(OSError):
             os.unlink(name, dir_fd=at)
         raise
-    return name
+    finally:
+        with suppress(OSError):
+            os.close(fd)
 
 
-def sweep(name: str, at: int) -> None:
-    """Removes a temporary file that nobody writes any more: its writer's lock is gone, in whatever process that was."""
+def sweep(name: str, at: int, locks: bool) -> None:
+    """Removes a temporary file that nobody writes any more, for it is old, or, if locks are asked, has none."""
     with suppress(OSError):
         fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | _SAFE, dir_fd=at)
         try:
-            if time.time() - os.fstat(fd).st_mtime < ABANDONED_S:
+            old = time.time() - os.fstat(fd).st_mtime > ABANDONED_S
+            if locks and not old:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(name, dir_fd=at)
+            if locks or old:
+                os.unlink(name, dir_fd=at)
         finally:
             os.close(fd)
 

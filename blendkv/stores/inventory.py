@@ -12,7 +12,7 @@ from blendkv.stores.keys import key_of
 
 BAD = "bad"
 """The folder of entries that were found wanting."""
-FOLDERS = (*(f"{number:02x}" for number in range(256)), BAD)
+FOLDERS = frozenset((*(f"{number:02x}" for number in range(256)), BAD))
 _RACY_NS = 50_000_000
 """A directory that changed so recently may change again without a new time."""
 _TRUST_S, _TRUST_BYTES = 0.25, 4 << 30
@@ -37,7 +37,7 @@ class Inventory:
         self._names: dict[str, set[str]] = {name: set() for name in FOLDERS}
         self._seen = dict.fromkeys(FOLDERS, -1)
         self._heap: list[tuple[int, str]] = []
-        self._looked = -_TRUST_S
+        self._looked, self._opening = -_TRUST_S, True
 
     def look(self, room: int | None = None) -> None:
         """Notices what others did; not at once again where `room` bytes of room are plenty."""
@@ -45,13 +45,20 @@ class Inventory:
         if room is not None and room > _TRUST_BYTES and now - self._looked < _TRUST_S:
             return
         self._looked = now
-        for name in FOLDERS:
+        try:
+            there = FOLDERS.intersection(os.listdir(self._root))
+        except FileNotFoundError:
+            there = frozenset()
+        except OSError:
+            return  # what was known is the best guess
+        for name in there | {name for name, names in self._names.items() if names}:
             try:
                 changed = os.stat(f"{self._root}/{name}", follow_symlinks=False).st_mtime_ns
             except OSError:
                 changed = -1
             if changed == -1 or changed != self._seen[name]:
                 self._list(name)
+        self._opening = False
 
     def add(self, name: str, size: int, used: int) -> None:
         """Notes a file, or what became of it."""
@@ -113,7 +120,7 @@ class Inventory:
             with os.scandir(at) as entries:
                 for entry in entries:
                     if entry.name.endswith(".tmp"):
-                        sweep(entry.name, at)
+                        sweep(entry.name, at, locks=self._opening)
                     elif name == BAD or key_of(entry.name):
                         with suppress(FileNotFoundError):
                             status = entry.stat(follow_symlinks=False)

@@ -77,6 +77,8 @@ class RemoteStore:
         except Exception as error:
             return self._missed(fault_of(error))
         if stop is not None and len(data) > stop - start:
+            if len(data) < stop:
+                return self._missed("length")
             data = data[start:stop]  # a server that knows no ranges gave all of it
         return self._found(data)
 
