@@ -114,16 +114,16 @@ class DiskSource:
         size: bytes of the entry.
     """
 
-    def __init__(self, file: FileIO, size: int) -> None:
-        self._file, self.size = file, size
+    def __init__(self, file: FileIO, status: os.stat_result) -> None:
+        self._file, self._mode, self.size = file, status.st_mode, status.st_size
 
     @classmethod
     def open(cls, name: str, at: int) -> Self:
         """The entry of that name; a pipe that somebody put there does not block."""
         fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | _SAFE, dir_fd=at)
         try:
-            size = os.fstat(fd).st_size
-            return cls(FileIO(fd, "rb"), size)
+            status = os.fstat(fd)
+            return cls(FileIO(fd, "rb"), status)
         except OSError:  # a folder, for one
             os.close(fd)
             raise
@@ -144,7 +144,7 @@ class DiskSource:
 
     def fault(self) -> str:
         """What shows at a glance that this is no entry: it is no file, or no chunk file of the length that it says."""
-        if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+        if not stat.S_ISREG(self._mode):
             return "link"
         head = self.read(0, PRELUDE.size)
         if not head.startswith(MAGIC):

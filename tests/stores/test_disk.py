@@ -271,7 +271,8 @@ def test_a_full_disk_with_entries_can_be_opened(tmp_path):
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may become somebody else")
 def test_permission_denied_in_earnest(tmp_path):
     code = (
-        "import sys, blendkv.stores.disk\nfrom blendkv.stores import open_store\nfrom blendkv.errors import StoreError\n"
+        "import sys, blendkv.stores.disk\nfrom blendkv.stores import open_store\n"
+        "from blendkv.errors import StoreError\n"
         "import os; os.setuid(65534)\n"
         "try:\n    open_store(sys.argv[1])\nexcept StoreError as error:\n    print(error)\n"
     )
