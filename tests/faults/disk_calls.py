@@ -30,6 +30,8 @@ def scenario(result: Result, store: DiskStore, folder: Path, steady: bool) -> No
     stored = result.call(store.put, NEW, DATA[NEW])
     visible = NEW + ".bkv" in entries(folder)
     result.expect(not stored or visible, "a put said it was done, and there is no file")
+    left = [name for name in entries(folder) if name.endswith(".tmp")]
+    result.expect(not (steady and left), "a temporary file is left")
     if steady and not there:  # one fault only: a put can clean up behind itself
         result.expect(bool(stored) == visible, "a file is visible after a failed put")
     for key in (NEW, OLD):
@@ -54,7 +56,7 @@ def one(result: Result, number: int, code: int, for_ever: bool, durable: bool, t
         with system(before=fault):
             scenario(result, store, folder, steady=not for_ever)
         result.expect(descriptors() == open_before, "a descriptor leaks")
-        scenario(result, store, folder, steady=True)  # all is well again
+        scenario(result, store, folder, steady=not for_ever)  # all is well again
         result.expect(store.put(NEW, DATA[NEW]) and store.get(NEW) == DATA[NEW], "it does not recover")
         DiskStore(folder)
         result.expect(not [name for name in entries(folder) if name.endswith(".tmp")], "temporary files are left")
