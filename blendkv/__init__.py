@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     )
     from blendkv.library import BlendedInputs, ChunkLibrary
     from blendkv.models import load_model
-    from blendkv.prefilling import prefill
+    from blendkv.prefilling import first_layer_of, prefill
     from blendkv.report import BlendReport
     from blendkv.selectors import HKVD, Boundary, Random, Selector
     from blendkv.stores import Pool
@@ -43,7 +43,7 @@ _HOMES = {
     "blendkv.attaching": ("attach", "detach"),
     "blendkv.library": ("BlendedInputs", "ChunkLibrary"),
     "blendkv.models": ("load_model",),
-    "blendkv.prefilling": ("prefill",),
+    "blendkv.prefilling": ("first_layer_of", "prefill"),
     "blendkv.report": ("BlendReport",),
     "blendkv.selectors": ("HKVD", "Boundary", "Random", "Selector"),
     "blendkv.stores": ("Pool",),
@@ -76,6 +76,7 @@ __all__ = [
     "decode_chunk",
     "detach",
     "encode_chunk",
+    "first_layer_of",
     "load_model",
     "model_fingerprint",
     "prefill",

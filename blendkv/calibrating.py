@@ -17,9 +17,9 @@ from blendkv.attachment import Attachment
 from blendkv.codecs import Profile, cachegen, fitting, get_codec
 from blendkv.codecs.cachegen import fit_cachegen
 from blendkv.codecs.fitting import fit_transform
-from blendkv.codecs.statistics import LayerShape, Statistics
+from blendkv.codecs.statistics import ANCHOR_EVERY, JOINT, LayerShape, Statistics
 from blendkv.hooks import require_eval
-from blendkv.rope import on_device
+from blendkv.rope import Rotation, on_device
 from blendkv.texts import Passage
 from blendkv.trials import Trial
 
@@ -30,6 +30,8 @@ SAMPLES = 2
 """Continuations that are drawn for each passage."""
 TARGET = 0.005
 """KL divergence, in nats a token of the continuation, at level 0 of every codec."""
+MOST_COARSER = 80
+"""Sixteenths of an octave by which a fit is made coarser, so that fp16 still holds it."""
 FITS = {
     "cachegen": (fit_cachegen, cachegen.coarser),
     "klt": (partial(fit_transform, joint=False), fitting.coarser),
@@ -61,12 +63,13 @@ def calibrate(
 
     Args:
         model: a transformers decoder; it is attached.
-        passages: at least two, of one length, longer than `continuation`.
+        passages: at least two that differ, of one length, longer than `continuation` by a context.
         codecs: of `FITS`.
         continuation: tokens of each passage that follow the context.
         samples: times that next tokens are drawn for each passage.
         protected: first tokens of a chunk that are kept in 8 bits.
-        unit_layers: layers that `klt-xl` transforms together; 0: up to five, of at most 2,048 channels.
+        unit_layers: layers that `klt-xl` transforms together; 0: up to three, of at most 2,048 channels and
+            half as many as there are tokens to learn from.
         name: of the model, for people.
         seed: of the draws.
         progress: whether to show a bar.
@@ -82,21 +85,25 @@ def calibrate(
         if codec not in FITS:
             raise ValueError(f"codec {codec!r} has no profile; choose from {', '.join(FITS)}")
     context = min((len(passage.ids) for passage in passages), default=0) - continuation
-    if context < 2 or len(passages) < 2:
-        raise ValueError(f"{len(passages)} passages, the shortest of {context + continuation} tokens: give more text")
+    held = passages[:: min(8, max(1, len(passages)))]
+    counted = [passage for passage in passages if passage not in held]
+    if context < max(ANCHOR_EVERY, protected + 2) or not counted:
+        raise ValueError(
+            f"{len(passages)} passages, the shortest of {context + continuation} tokens: give at least two that "
+            f"differ, of {continuation} tokens after a context"
+        )
     state = attachment_of(attach(model))
     require_eval(state.decoder)
     shapes = tuple(LayerShape(*sizes) for sizes in state.facts.sizes)
-    statistics = Statistics(shapes, context, continuation, protected, unit_layers)
+    joint = min(JOINT, len(counted) * (context - protected) // 2)
+    statistics = Statistics(shapes, context, continuation, protected, unit_layers, joint)
     generator = torch.Generator().manual_seed(seed)
-    held = passages[:: min(8, len(passages))]
-    counted = [passage for passage in passages if passage not in held]
     for passage in tqdm(counted, desc="calibrate", unit="passage", disable=not progress, leave=False):
         ids = torch.tensor([passage.ids], device=next(model.parameters()).device)
         states = _context(state, ids[:, :context])
         statistics.add_states(*_plain(state, states))
         for gradients in _gradients(state, ids[:, context:], states, samples, generator):
-            statistics.add_gradients(*_plain(state, gradients))
+            statistics.add_gradients(*_plain_gradients(state, gradients))
     about = {
         "model": name,
         "passages": len(passages),
@@ -116,7 +123,9 @@ def calibrate(
 
 def _settle(profile: Profile, trials: Sequence[Trial]) -> int:
     """How many sixteenths of an octave coarser a profile must be for `TARGET`; the last of a few steps is a secant."""
-    shift, tried = 0, {}
+    scales = [tensor for name, tensor in profile.tensors.items() if name.startswith(("scale.", "delta."))]
+    finest = max(int(scale.max()) for scale in scales) - round(16 * math.log2(fitting.FINEST))
+    shift, tried = max(0, finest), {}
     for _ in range(4):
         codec = get_codec(profile.codec, profile=FITS[profile.codec][1](profile, shift))
         tried[shift] = math.log(
@@ -127,6 +136,7 @@ def _settle(profile: Profile, trials: Sequence[Trial]) -> int:
         if len(near) == 2 and abs(near[0] - near[1]) > 1:
             slope = max((tried[near[0]] - tried[near[1]]) / (near[0] - near[1]), slope / 4)
         shift = near[0] + round((math.log(TARGET) - tried[near[0]]) / slope)
+        shift = min(max(shift, finest), MOST_COARSER)
         if shift in tried:
             break
     return shift
@@ -169,10 +179,24 @@ def _gradients(
 
 
 def _plain(state: Attachment, states: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
-    """Keys brought back to no position, and values, `[H, T, D]`; gradients of keys likewise, a rotation being one."""
-    facts, positions = state.facts, torch.arange(states[0][0].shape[2], device=states[0][0].device)[None]
-    keys = []
-    for rotation, (rotated, _) in zip(facts.rotations, states, strict=True):
-        angles = on_device(rotation.angles(facts.rotary, positions), rotated.device)
-        keys.append(rotation.unrotate(rotated.float(), angles)[0])
+    """Keys brought back to no position, and values, `[H, T, D]`."""
+    keys = [rotation.unrotate(rotated.float(), angles)[0] for rotation, rotated, angles in _rotated(state, states)]
     return keys, [values[0] for _, values in states]
+
+
+def _plain_gradients(state: Attachment, states: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients by un-rotated keys, and by values: turned back like keys, but multiplied by the model's scale again."""
+    keys = []
+    for rotation, rotated, angles in _rotated(state, states):
+        back = angles and (angles[0], -angles[1])
+        keys.append(rotation.rotate(rotated.float(), back)[0])
+    return keys, [values[0] for _, values in states]
+
+
+def _rotated(
+    state: Attachment, states: Sequence[tuple[Tensor, Tensor]]
+) -> Iterator[tuple[Rotation, Tensor, tuple[Tensor, Tensor] | None]]:
+    """For each layer its rotation, keys, and their angles."""
+    facts, positions = state.facts, torch.arange(states[0][0].shape[2], device=states[0][0].device)[None]
+    for rotation, (keys, _) in zip(facts.rotations, states, strict=True):
+        yield rotation, keys, on_device(rotation.angles(facts.rotary, positions), keys.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -46,16 +46,39 @@ class ChunkCache:
 
     def __post_init__(self) -> None:
         """Checks that every layer agrees with the ids on the number of tokens."""
-        if self.ids.ndim != 1 or not len(self.ids):
+        tokens = self.ids.shape[0] if self.ids.ndim == 1 else 0
+        if not tokens:
             raise ValueError(f"a chunk needs at least one token; ids have shape {tuple(self.ids.shape)}")
         if len(self.keys) != len(self.values) or not self.keys:
             raise ValueError(f"{len(self.keys)} layers of keys, {len(self.values)} of values: one each per layer")
         for layer, (k, v) in enumerate(zip(self.keys, self.values, strict=True)):
-            if k.ndim != 3 or v.ndim != 3 or k.shape[:2] != v.shape[:2] or k.shape[1] != len(self.ids):
+            a, b = k.shape, v.shape
+            if len(a) != 3 or len(b) != 3 or a[:2] != b[:2] or a[1] != tokens:
                 raise ValueError(
-                    f"layer {layer}: keys {tuple(k.shape)} and values {tuple(v.shape)} are not "
-                    f"[heads, {len(self.ids)} tokens, head dim]"
+                    f"layer {layer}: keys {tuple(a)} and values {tuple(b)} are not [heads, {tokens} tokens, head dim]"
                 )
+
+    @classmethod
+    def unchecked(
+        cls, states: Callable[[], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]], **fields: Any
+    ) -> ChunkCache:
+        """A chunk whose fields are known to agree; `addresses` and `homes` may be among them.
+
+        A GPU decodes a chunk in less time than it takes to make a tensor for every layer, and kernels need none.
+
+        Args:
+            states: makes keys and values, when somebody asks for them.
+            **fields: all others.
+        """
+        chunk = cls.__new__(cls)
+        chunk.__dict__.update(fields, _states=states)
+        return chunk
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("keys", "values") and "_states" in self.__dict__:
+            self.__dict__["keys"], self.__dict__["values"] = self.__dict__["_states"]()
+            return self.__dict__[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @cached_property
     def key(self) -> str:

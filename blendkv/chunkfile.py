@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from blendkv.attaching import attach, attachment_of
 from blendkv.chunk import ChunkCache, chunk_key, ids_bytes
 from blendkv.codecs import DTYPES, Codec, Profiles, codec_of, dtype_name, get_codec
 from blendkv.container import ContainerReader, Header, LayerShape, TokenStream, pack
 from blendkv.container.format import MAX_DECODED
 from blendkv.container.seals import Secret
 from blendkv.errors import ChunkFileError
-from blendkv.prefilling import first_layer
+
+Rebuild = Callable[["ChunkFile"], tuple[Tensor, Tensor]]
+"""Computes keys and values of layer 0 for a file without it (`prefilling.first_layer_of`)."""
 
 
 def encode_chunk(
@@ -36,7 +38,7 @@ def encode_chunk(
         codec: a codec, or the name of one that needs no profile.
         secret: 16 to 64 bytes; seals the file, so that only who has it can read it without an error.
         key_id: up to 16 bytes that name the secret.
-        layer0: False leaves layer 0 out, which `model=` rebuilds on reading.
+        layer0: False leaves layer 0 out, which `rebuild=` computes on reading.
         token_streams: by name, `[T]` one number a token, in fp32, fp16 or bf16.
 
     Raises:
@@ -86,12 +88,14 @@ def decode_chunk(
     *,
     profiles: Profiles | None = None,
     secret: Secret | None = None,
-    model: nn.Module | None = None,
+    rebuild: Rebuild | None = None,
     device: torch.device | str | None = None,
     max_bytes: int = MAX_DECODED,
 ) -> ChunkCache:
     """The chunk in a chunk file; arguments and errors are those of `ChunkFile`."""
-    with ChunkFile(source, profiles=profiles, secret=secret, model=model, device=device, max_bytes=max_bytes) as file:
+    with ChunkFile(
+        source, profiles=profiles, secret=secret, rebuild=rebuild, device=device, max_bytes=max_bytes
+    ) as file:
         return file.read()
 
 
@@ -99,17 +103,21 @@ class ChunkFile:
     """An open chunk file, to be read layer by layer or whole.
 
     Args:
-        source: bytes, a path, a seekable binary file (fsspec's too) or a `blendkv.container.Source`.
+        source: bytes, a path, a seekable binary file (fsspec's too), a uint8 tensor on any device, or a
+            `blendkv.container.Source`.
         profiles: by hash, for codecs that need one.
         secret: of a sealed file: the secret, or secrets by key id.
-        model: rebuilds layer 0 where it was left out.
+        codec: that wrote the file, if it is at hand; else the one that the head names is made.
+        rebuild: computes layer 0 where it was left out: `first_layer_of(model)`.
         device: where tensors go; None leaves them on the CPU.
         max_bytes: most bytes that keys and values may take.
 
     Attributes:
         header: what the file says about itself.
+        codec: that decodes it.
+        tensor: the tensor of its bytes, if it was opened for one.
         size: bytes of the file.
-        rebuilt: how often layer 0 was computed by the model.
+        rebuilt: how often layer 0 was computed.
 
     Raises:
         ChunkFileError: for whatever is wrong with the bytes, with its `reason`.
@@ -122,20 +130,23 @@ class ChunkFile:
         *,
         profiles: Profiles | None = None,
         secret: Secret | None = None,
-        model: nn.Module | None = None,
+        codec: Codec | None = None,
+        rebuild: Rebuild | None = None,
         device: torch.device | str | None = None,
         max_bytes: int = MAX_DECODED,
     ) -> None:
+        self.tensor = source if isinstance(source, Tensor) else None
+        source = source if self.tensor is None else TensorSource(self.tensor)
         self._reader = ContainerReader(source, secret=secret, max_bytes=max_bytes)
         try:
-            self._codec = codec_of(self._reader.header, profiles)
+            self.codec = codec_of(self._reader.header, profiles, codec)
         except BaseException:
             self._reader.close()
             raise
         self.header: Header = self._reader.header
         self.size = self._reader.size
         self.rebuilt = 0
-        self._model, self._device = model, device
+        self._rebuild, self._device = rebuild, device
 
     @property
     def ids(self) -> Tensor:
@@ -167,7 +178,7 @@ class ChunkFile:
         if not 0 <= layer < len(header.layers):
             raise IndexError(f"layer {layer}: the chunk has layers 0 to {len(header.layers) - 1}")
         if layer not in header.stored:
-            return self._rebuild()
+            return self._rebuilt()
         unit = header.unit_of(layer)
         return self.unit(unit, streams)[layer - header.layers_of(unit).start]
 
@@ -194,21 +205,38 @@ class ChunkFile:
         """
         header, count = self.header, self._streams(streams)
         segments, step = self._reader.streams(count), header.unit_segments
-        layers = [] if header.layer0 else [self._rebuild()]
+        layers = [] if header.layer0 else [self._rebuilt()]
         for unit in range(header.units):
             starts = [(stream * header.units + unit) * step for stream in range(count)]
             layers += self._decode(unit, [s for start in starts for s in segments[start : start + step]], count)
         keys, values = zip(*layers, strict=True)
-        return ChunkCache(
-            ids=self.ids,
-            keys=keys,
-            values=values,
-            fingerprint=header.fingerprint,
-            conditioning=self.conditioning,
-            tokenizer=header.tokenizer,
-            namespace=header.namespace,
-            text=header.text,
-        )
+        return ChunkCache(keys=keys, values=values, **self.fields)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What the chunk of this file is made of (`ChunkCache`), other than keys and values."""
+        header = self.header
+        return {
+            "ids": self.ids,
+            "fingerprint": header.fingerprint,
+            "conditioning": self.conditioning,
+            "tokenizer": header.tokenizer,
+            "namespace": header.namespace,
+            "text": header.text,
+        }
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """Where each segment begins, counted from the beginning of the file, and where the last one ends; int64."""
+        return np.array(self._reader.starts, np.int64)
+
+    def verify(self) -> None:
+        """Reads the file once, and compares every segment with its checksum or tag.
+
+        Raises:
+            ChunkFileError: for the first that differs.
+        """
+        self._reader.segments(range(self.header.segments))
 
     def token_stream(self, name: str) -> Tensor:
         """`[T]` what was stored for each token.
@@ -239,31 +267,36 @@ class ChunkFile:
     def _decode(self, unit: int, segments: list[memoryview], streams: int) -> list[tuple[Tensor, Tensor]]:
         header, layers = self.header, self.header.layers_of(unit)
         shapes, dtype = [header.layers[layer] for layer in layers], DTYPES[header.dtype]
-        keys, values = self._codec.decode_unit(layers.start, shapes, header.tokens, dtype, segments, streams)
+        keys, values = self.codec.decode_unit(layers.start, shapes, header.tokens, dtype, segments, streams)
         _require_shapes(shapes, header.tokens, dtype, keys, values)
         return [(self._place(k), self._place(v)) for k, v in zip(keys, values, strict=True)]
 
     def _place(self, tensor: Tensor) -> Tensor:
         return tensor if self._device is None else tensor.to(self._device)
 
-    def _rebuild(self) -> tuple[Tensor, Tensor]:
+    def _rebuilt(self) -> tuple[Tensor, Tensor]:
         header = self.header
-        if self._model is None:
+        if self._rebuild is None:
             raise ChunkFileError(
-                "layer 0 is not in the chunk file: pass model=, which computes it from the token ids", reason="layer0"
-            )
-        state = attachment_of(attach(self._model))
-        if state.facts.fingerprint != header.fingerprint or int(self.ids.max()) >= state.config.vocab_size:
-            raise ChunkFileError(
-                "layer 0 is not in the chunk file, and the model given is not the one that computed the others: pass "
-                f"the model of fingerprint {header.fingerprint}",
+                "layer 0 is not in the chunk file: pass rebuild=first_layer_of(model), which computes it from the "
+                "token ids",
                 reason="layer0",
             )
-        keys, values = first_layer(self._model, self.ids, self.conditioning)
-        shape, dtype = header.layers[:1], DTYPES[header.dtype]
-        _require_shapes(shape, header.tokens, dtype, [keys], [values])
+        keys, values = self._rebuild(self)
+        _require_shapes(header.layers[:1], header.tokens, DTYPES[header.dtype], [keys], [values])
         self.rebuilt += 1
         return self._place(keys), self._place(values)
+
+
+class TensorSource:
+    """The bytes of a contiguous uint8 tensor, on any device. They must not change while a chunk file is read."""
+
+    def __init__(self, data: Tensor) -> None:
+        self._data, self.size = data, len(data)
+
+    def read(self, start: int, length: int) -> memoryview:
+        """A view, or a copy of what is on another device."""
+        return memoryview(self._data[start : start + length].cpu().numpy())
 
 
 def _checked_dtype(chunk: ChunkCache) -> str:

@@ -192,15 +192,15 @@ class ChunkLibrary:
             chunk_key(piece.ids, facts.fingerprint, conditioning, self._tokenizer_digest, self.namespace)
             for piece, conditioning in wanted
         ]
+        pieces = dict(zip(keys, wanted, strict=True))
         have: dict[str, Chunk] = {}
         lacking: dict[str, tuple[Piece, tuple[int, ...]]] = {}
-        for key, (piece, conditioning) in zip(keys, wanted, strict=True):
-            if key not in have and key not in lacking:
-                chunk = self._checked(self._get(key, report), piece, facts, conditioning)
-                if chunk is None:
-                    lacking[key] = piece, conditioning
-                else:
-                    have[key] = chunk
+        for (key, (piece, conditioning)), chunk in zip(pieces.items(), self._get(list(pieces), report), strict=True):
+            chunk = self._checked(chunk, piece, facts, conditioning)
+            if chunk is None:
+                lacking[key] = piece, conditioning
+            else:
+                have[key] = chunk
         if not compute:
             have |= {key: MissingChunk(torch.tensor(piece.ids)) for key, (piece, _) in lacking.items()}
         elif lacking:
@@ -220,10 +220,10 @@ class ChunkLibrary:
         facts: ModelFacts,
         report: BlendReport,
     ) -> None:
-        """Computes and stores what is lacking, by conditioning."""
-        for key, (piece, conditioning) in list(lacking.items()):
-            chunk = self.pool.get(key) if key in self.pool else None
-            if (chunk := self._checked(chunk, piece, facts, conditioning)) is not None:
+        """Computes and stores what is lacking, by conditioning; what the store makes of it is used at once."""
+        there = [key for key in lacking if key in self.pool]
+        for key, chunk in zip(there, self._get(there, report), strict=True):
+            if (chunk := self._checked(chunk, lacking[key][0], facts, lacking[key][1])) is not None:
                 have[key] = chunk
                 del lacking[key]
         for conditioning in dict.fromkeys(c for _, c in lacking.values()):
@@ -231,25 +231,25 @@ class ChunkLibrary:
             with report.clock.stage("prefill"):
                 made = self._compute(list(group.values()), conditioning)
             report.prefilled_tokens += sum(map(len, made))
-            for key, chunk in zip(group, made, strict=True):
+            for key, (chunk, kept) in zip(group, self._put(made, report), strict=True):
                 have[key] = chunk
-                report.put_failures += not self._put(chunk, report)
+                report.put_failures += not kept
 
-    def _get(self, key: str, report: BlendReport) -> ChunkCache | None:
+    def _get(self, keys: Sequence[str], report: BlendReport) -> Sequence[ChunkCache | None]:
         """What the store has; a store that fails has nothing."""
         try:
-            return self.pool.get(key)
+            return self.pool.get_many(keys)
         except Exception as error:
-            report.notes.append(f"the store failed to get a chunk, which was computed instead: {error!r}")
-            return None
+            report.notes.append(f"the store failed to get {len(keys)} chunks, which were computed instead: {error!r}")
+            return [None] * len(keys)
 
-    def _put(self, chunk: ChunkCache, report: BlendReport) -> bool:
-        """Whether the store kept a chunk; one that fails did not."""
+    def _put(self, chunks: Sequence[ChunkCache], report: BlendReport) -> Sequence[tuple[ChunkCache, bool]]:
+        """Chunks as the store gives them from now on, and whether it kept them; one that fails did not."""
         try:
-            return self.pool.put(chunk)
+            return self.pool.put_many(chunks)
         except Exception as error:
-            report.notes.append(f"the store failed to keep a chunk: {error!r}")
-            return False
+            report.notes.append(f"the store failed to keep {len(chunks)} chunks: {error!r}")
+            return [(chunk, False) for chunk in chunks]
 
     def _checked(
         self, chunk: ChunkCache | None, piece: Piece, facts: ModelFacts, conditioning: tuple[int, ...]

@@ -14,6 +14,8 @@ from blendkv import _compat
 from blendkv.attaching import attach, attachment_of
 from blendkv.attachment import Attachment
 from blendkv.chunk import ChunkCache, tokenizer_fingerprint
+from blendkv.chunkfile import ChunkFile, Rebuild
+from blendkv.errors import ChunkFileError
 from blendkv.hooks import require_eval
 from blendkv.layout import encode
 from blendkv.prompt import as_array
@@ -157,6 +159,26 @@ def first_layer(model: nn.Module, ids: Tensor, conditioning: Sequence[int] = ())
         plain = rotation.unrotate(keys, on_device(rotation.angles(facts.rotary, positions), keys.device))
         return plain[0].contiguous(), values[0].contiguous()
     raise AssertionError("an attached model updates its cache")
+
+
+def first_layer_of(model: nn.Module) -> Rebuild:
+    """What a `ChunkFile` without layer 0 needs: computes it, for files whose other layers the same model computed.
+
+    Args:
+        model: a transformers decoder; it is attached when it is used.
+    """
+
+    def rebuild(file: ChunkFile) -> tuple[Tensor, Tensor]:
+        state = attachment_of(attach(model))
+        if state.facts.fingerprint != file.header.fingerprint or int(file.ids.max()) >= state.config.vocab_size:
+            raise ChunkFileError(
+                "layer 0 is not in the chunk file, and the model given is not the one that computed the others: pass "
+                f"the model of fingerprint {file.header.fingerprint}",
+                reason="layer0",
+            )
+        return first_layer(model, file.ids, file.conditioning)
+
+    return rebuild
 
 
 def batches(lengths: Sequence[int], batch_tokens: int, front: int = 0) -> Iterator[list[int]]:

@@ -75,10 +75,11 @@ def passages(
 ) -> list[Passage]:
     """Passages of exactly `tokens` tokens, taken from the files in turn.
 
-    Short texts are joined with those after them in the file; of a long text only the beginning is used.
+    Short texts are joined with those after them in the file; of a long text only the beginning is used. No text is used
+    twice.
 
     Args:
-        paths: files (`read_texts`).
+        paths: files (`read_texts`); one that is named several times gives as many passages a turn.
         tokenizer: of the model.
         tokens: of each passage.
         count: how many; fewer if there are no more.
@@ -87,13 +88,15 @@ def passages(
     Raises:
         ValueError: if there is not one.
     """
-    sources = [_passages(read_texts(path), tokenizer, tokens, frozenset(without)) for path in paths]
+    used = set(without)
+    sources = {path: _passages(read_texts(path), tokenizer, tokens, used) for path in paths}
     found: list[Passage] = []
-    while sources and len(found) < count:
-        for source in list(sources):
-            passage = next(source, None)
+    turns = list(paths)
+    while turns and len(found) < count:
+        for path in list(turns):
+            passage = next(sources[path], None)
             if passage is None:
-                sources.remove(source)
+                turns.remove(path)
             elif len(found) < count:
                 found.append(passage)
     if not found:
@@ -103,12 +106,20 @@ def passages(
     return found
 
 
-def _passages(texts: Sequence[str], tokenizer: Any, tokens: int, without: frozenset[str]) -> Iterator[Passage]:
+def count_known(paths: Sequence[str | Path], digests: Iterable[str]) -> int:
+    """How many texts of the files have one of these digests."""
+    known = set(digests)
+    return sum(digest(text) in known for path in dict.fromkeys(paths) for text in read_texts(path))
+
+
+def _passages(texts: Sequence[str], tokenizer: Any, tokens: int, used: set[str]) -> Iterator[Passage]:
+    """Passages of one file; `used` are digests that are left out, and gets those that were taken."""
     ids: list[int] = []
     digests: list[str] = []
     for text in texts:
-        if (own := digest(text)) in without:
+        if (own := digest(text)) in used:
             continue
+        used.add(own)
         digests.append(own)
         ids += tokenizer(text[: 16 * tokens] + "\n\n", add_special_tokens=False, verbose=False)["input_ids"]
         if len(ids) >= tokens:

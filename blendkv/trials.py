@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,18 @@ from blendkv.chunkfile import decode_chunk, encode_chunk
 from blendkv.codecs import Codec, Profile
 from blendkv.prefilling import prefill
 from blendkv.rope import on_device
+
+
+class Likeness(NamedTuple):
+    """How near a continuation is to the one after the exact context.
+
+    Attributes:
+        kl: mean KL divergence of its next tokens, in nats a token.
+        top1: share of its tokens whose likeliest successor is the same.
+    """
+
+    kl: float
+    top1: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,10 +61,16 @@ class Trial:
         profiles = {profile.hash: profile} if isinstance(profile, Profile) else None
         return decode_chunk(encode_chunk(self.chunk, codec), profiles=profiles)
 
-    def divergence(self, chunk: ChunkCache) -> float:
-        """Mean KL divergence, in nats a token, of the continuation's next tokens from those after the exact context."""
+    def compare(self, chunk: ChunkCache) -> Likeness:
+        """The continuation's next tokens after a coded context beside those after the exact one."""
         likely = log_likelihood(self.model, self.ids, list(zip(chunk.keys, chunk.values, strict=True)))
-        return float((self.likely.exp() * (self.likely - likely)).sum(-1).mean())
+        divergence = (self.likely.exp() * (self.likely - likely)).sum(-1).mean()
+        same = self.likely.argmax(-1) == likely.argmax(-1)
+        return Likeness(float(divergence), float(same.float().mean()))
+
+    def divergence(self, chunk: ChunkCache) -> float:
+        """The KL divergence of `compare`."""
+        return self.compare(chunk).kl
 
 
 @torch.no_grad()

@@ -30,10 +30,12 @@ import torch
 import xxhash
 
 from blendkv.chunkfile import ChunkFile, encode_chunk
-from blendkv.container import ContainerReader, Header
+from blendkv.codecs import get_codec
+from blendkv.container import ContainerReader, Header, LayerShape
 from blendkv.container.packing import pack_head
 from blendkv.errors import ChunkFileError
 from tests.chunks import index_at, make_chunk, payload_start
+from tests.drawn import chunk_of, profile_of
 
 MAX_SECONDS = 1.0
 MAX_BYTES = 64 << 20
@@ -78,7 +80,20 @@ def raw_seeds() -> list[Seed]:
     return [*map(Seed, plain), Seed(encode_chunk(mixed, layer0=False)), Seed(sealed, b"s" * 32)]
 
 
-SEEDS: list[Callable[[], list[Seed]]] = [raw_seeds]
+def profiled_seeds() -> list[Seed]:
+    """`cachegen`, `klt` and `klt-xl` in one stream and in two: a few tokens, and some of more than a group."""
+    shapes, seeds = (LayerShape(2, 6, 4), LayerShape(1, 4, 6), LayerShape(1, 2, 2)), []
+    both = (12, torch.float16), (260, torch.float32)
+    for name, settings in (("cachegen", {}), *((n, {"streams": s}) for n in ("klt", "klt-xl") for s in (1, 2))):
+        profile = profile_of(name, shapes)
+        codec = get_codec(name, profile=profile, level=4, **settings)
+        for tokens, dtype in both[:1] if settings == {"streams": 1} else both:
+            data = encode_chunk(chunk_of(shapes, tokens, dtype), codec)
+            seeds.append(Seed(data, profiles={profile.hash: profile}))
+    return seeds
+
+
+SEEDS: list[Callable[[], list[Seed]]] = [raw_seeds, profiled_seeds]
 
 # -- mutations --------------------------------------------------------------------------------------------------------
 

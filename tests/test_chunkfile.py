@@ -11,6 +11,7 @@ from blendkv import codecs, prefill
 from blendkv.attaching import attachment_of
 from blendkv.chunkfile import ChunkFile, decode_chunk, encode_chunk
 from blendkv.codecs import get_codec
+from blendkv.prefilling import first_layer_of
 from blendkv.testing import FAMILIES, tiny_model
 from tests.chunks import assert_same, make_chunk
 from tests.codecs.toy import Toy
@@ -191,7 +192,7 @@ def test_layer_0_is_rebuilt(attached, family, conditioning):
     (chunk,) = prefill(model, [tokens(21)], conditioning=conditioning, progress=False)
     data = encode_chunk(chunk, layer0=False)
     assert len(data) < len(encode_chunk(chunk)) - chunk.keys[0].nbytes
-    with ChunkFile(data, model=model) as file:
+    with ChunkFile(data, rebuild=first_layer_of(model)) as file:
         assert file.rebuilt == 0
         again = file.read()
         assert file.rebuilt == 1
@@ -212,7 +213,7 @@ def test_layer_0_is_rebuilt_in_bf16(device):
     """At the positions that it was computed at, so that keys are rounded alike."""
     model = tiny_model("llama").to(device, torch.bfloat16)
     (chunk,) = prefill(model, [tokens(21)], conditioning=(3, 4), progress=False)
-    with ChunkFile(encode_chunk(chunk, layer0=False), model=model, device=device) as file:
+    with ChunkFile(encode_chunk(chunk, layer0=False), rebuild=first_layer_of(model), device=device) as file:
         keys, values = file.layer(0)
     for got, wanted in ((keys, chunk.keys[0]), (values, chunk.values[0])):
         assert got.device.type == device
@@ -227,7 +228,7 @@ def test_only_layer_0_runs(attached):
     handles = [layer.register_forward_pre_hook(lambda *_, i=i: ran.append(i)) for i, layer in enumerate(layers)]
     handles += [layer.mlp.register_forward_pre_hook(lambda *_: ran.append(-1)) for layer in layers]
     try:
-        decode_chunk(encode_chunk(chunk, layer0=False), model=model)
+        decode_chunk(encode_chunk(chunk, layer0=False), rebuild=first_layer_of(model))
     finally:
         for handle in handles:
             handle.remove()
@@ -243,14 +244,14 @@ def test_layer_0_needs_its_own_model(attached):
     assert refused(data) == "layer0"
     with ChunkFile(data) as file:
         assert torch.equal(file.layer(3)[0], chunk.keys[3])
-    assert refused(data, model=attached("qwen3")) == "layer0"
-    assert refused(data, model=tiny_model("llama", num_hidden_layers=2)) == "layer0"
+    assert refused(data, rebuild=first_layer_of(attached("qwen3"))) == "layer0"
+    assert refused(data, rebuild=first_layer_of(tiny_model("llama", num_hidden_layers=2))) == "layer0"
     ids = chunk.ids.clone()
     ids[2] = 512  # beyond the vocabulary: an embedding would raise, or break a GPU's context
     forged = dataclasses.replace(chunk, ids=ids)
-    assert refused(encode_chunk(forged, layer0=False), model=model) == "layer0"
+    assert refused(encode_chunk(forged, layer0=False), rebuild=first_layer_of(model)) == "layer0"
     other = dataclasses.replace(chunk, keys=tuple(k[:1] for k in chunk.keys), values=tuple(v[:1] for v in chunk.values))
-    assert refused(encode_chunk(other, layer0=False), model=model) == "geometry"
+    assert refused(encode_chunk(other, layer0=False), rebuild=first_layer_of(model)) == "geometry"
 
 
 def test_a_chunk_of_a_model_blends_the_same(attached):

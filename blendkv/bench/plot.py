@@ -1,15 +1,15 @@
-"""Speed-up over context length, beside what the operations allow, as a figure."""
+"""Figures: speed-up over context length, beside what the operations allow; KL over bits."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib import import_module
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from blendkv.bench import codings
 from blendkv.bench.measure import median
-from blendkv.bench.results import SETTING, Row, merged
+from blendkv.bench.results import Row, by_setting, kind
 from blendkv.bench.table import method_name
 
 Line = list[tuple[int, float, float | None]]
@@ -29,7 +29,10 @@ def lines_of(rows: Iterable[Row]) -> dict[str, Line]:
 
 
 def plot(rows: Iterable[Row], out: str | Path) -> None:
-    """Draws one panel for each setting (card, model, ...): measured with dots, FLOP limits dashed.
+    """Draws one panel for each setting (card, model, ...).
+
+    Rows of `bench ttft` are drawn if there are any, measured with dots and FLOP limits dashed; otherwise those of
+    `bench joint`.
 
     Args:
         rows: of any number of files.
@@ -39,39 +42,47 @@ def plot(rows: Iterable[Row], out: str | Path) -> None:
         ModuleNotFoundError: matplotlib is not installed.
         ValueError: there is nothing to draw.
     """
-    groups = [list(g) for _, g in groupby(merged(rows, ()), key=lambda row: [row.get(f) for f in SETTING])]
-    panels = [(group[0], lines) for group in groups if (lines := lines_of(group))]
+    tables = by_setting(rows)
+    panels: list[tuple[Row, Any]] = []
+    for table in tables:
+        if kind(table[0]) == "ttft" and (lines := lines_of(table)):
+            panels.append((table[0], lines))
+    panels = panels or [(table[0], table) for table in tables if kind(table[0]) == "joint"]
     if not panels:
-        raise ValueError("nothing to draw: no row is of a method other than full recompute")
+        raise ValueError("nothing to draw: no row is of a method other than full recompute, or of `bench joint`")
     figure = _figure(panels)
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     metadata = {"Date": None} if Path(out).suffix == ".svg" else None  # the same rows make the same file
     figure.savefig(out, metadata=metadata)
 
 
-def _figure(panels: list[tuple[Row, dict[str, Line]]]) -> Any:
+def _figure(panels: list[tuple[Row, Any]]) -> Any:
     _matplotlib().rcParams.update({"svg.hashsalt": "blendkv", "svg.fonttype": "none", "font.size": 9})
-    ticker = _matplotlib("ticker")
     figure = _matplotlib("figure").Figure(figsize=(6.4 * len(panels), 4.4), layout="constrained")
-    for axes, (row, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        for name, line in lines.items():
-            [drawn] = axes.plot([n for n, _, _ in line], [s for _, s, _ in line], marker="o", markersize=4, label=name)
-            limits = [(n, limit) for n, _, limit in line if limit is not None]
-            axes.plot(*zip(*limits, strict=True) if limits else ([], []), "--", color=drawn.get_color(), linewidth=1)
-        axes.axhline(1.0, color="grey", linewidth=0.8)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log", base=2)
-        ticks = sorted({n for line in lines.values() for n, _, _ in line})
-        axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
-        axes.xaxis.set_minor_formatter(ticker.NullFormatter())
-        axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}x"))
-        axes.set_xlabel("context tokens")
-        axes.set_ylabel("speed-up of the first token (dashed: FLOP limit)")
-        batch = f", batch {row['batch']}" if row.get("batch", 1) != 1 else ""
-        axes.set_title(f"{row.get('shape')}, {row.get('dtype')}{batch}\n{row['device']}", fontsize=9)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+    for axes, (row, drawn) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        _draw_speed(axes, row, drawn) if kind(row) == "ttft" else codings.draw(axes, drawn)
     return figure
+
+
+def _draw_speed(axes: Any, row: Row, lines: dict[str, Line]) -> None:
+    ticker = _matplotlib("ticker")
+    for name, line in lines.items():
+        [drawn] = axes.plot([n for n, _, _ in line], [s for _, s, _ in line], marker="o", markersize=4, label=name)
+        limits = [(n, limit) for n, _, limit in line if limit is not None]
+        axes.plot(*zip(*limits, strict=True) if limits else ([], []), "--", color=drawn.get_color(), linewidth=1)
+    axes.axhline(1.0, color="grey", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    ticks = sorted({n for line in lines.values() for n, _, _ in line})
+    axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
+    axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}x"))
+    axes.set_xlabel("context tokens")
+    axes.set_ylabel("speed-up of the first token (dashed: FLOP limit)")
+    batch = f", batch {row['batch']}" if row.get("batch", 1) != 1 else ""
+    axes.set_title(f"{row.get('shape')}, {row.get('dtype')}{batch}\n{row['device']}", fontsize=9)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
 
 
 def _matplotlib(part: str = "") -> Any:

@@ -97,20 +97,41 @@ def quality_rows(
     return rows
 
 
+@dataclass(frozen=True)
+class Reference:
+    """A prompt and what full recompute says to it.
+
+    Attributes:
+        case: the prompt.
+        answer: `[N]` its greedy answer.
+        logits: `[N, V]` of each step.
+        end: ids that finish an answer.
+    """
+
+    case: Case
+    answer: Tensor
+    logits: Tensor
+    end: frozenset[int]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, tokenizer: Any, example: Example) -> Reference:
+        """Lays out a prompt, computes its chunks, and answers it in full."""
+        case = lay_out(model, tokenizer, example)
+        return cls(case, *greedy_answer(model, case.ids, STEPS), ends(model, tokenizer))
+
+    def agreement(self, method: Blend, case: Case | None = None) -> Agreement:
+        """Compares a method with full recompute; `case` is the same prompt with other chunks."""
+        case = self.case if case is None else case
+        cache = method.cache_maker(case)()
+        logits = forced_logits(case.model, case.ids, self.answer, cache)
+        budget = method.charged_budget(case, getattr(cache, "report", None))
+        return compare(self.logits, logits, self.answer, self.end, budget)
+
+
 def agree(model: PreTrainedModel, tokenizer: Any, example: Example, methods: Sequence[Blend]) -> list[Agreement]:
     """Compares methods with full recompute on one prompt."""
-    case = lay_out(model, tokenizer, example)
-    ids = case.ids
-    answer, full = greedy_answer(model, ids, STEPS)
-    end = ends(model, tokenizer)
-    agreements = []
-    for method in methods:
-        cache = method.cache_maker(case)()
-        logits = forced_logits(model, ids, answer, cache)
-        agreements.append(
-            compare(full, logits, answer, end, method.charged_budget(case, getattr(cache, "report", None)))
-        )
-    return agreements
+    reference = Reference.of(model, tokenizer, example)
+    return [reference.agreement(method) for method in methods]
 
 
 def compare(

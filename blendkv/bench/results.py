@@ -1,4 +1,7 @@
-"""Rows of measurements as JSON: `{"rows": [...]}`, one row a method, prompt length and run, merged by what it is of."""
+"""Rows of measurements as JSON: `{"rows": [...]}`, merged by what they are of.
+
+A row of `bench ttft` is of a method, prompt length and run; rows of other commands name theirs in a field `bench`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +26,34 @@ METHOD = "tokens", "method", "selector", "ratio"
 """Fields that tell the lines of a table apart."""
 IDENTITY = (*SETTING, *METHOD, "run")
 """Fields that tell rows apart: a row that agrees in all of them takes the older one's place."""
+SETTINGS = {
+    "ttft": SETTING,
+    "codec": ("model", "dtype", "tokens", "continuation", "contexts"),
+    "joint": ("model", "dtype", "task", "prompts", "selector"),
+}
+"""For each command the fields that rows of one table share."""
+IDENTITIES = {
+    "ttft": IDENTITY,
+    "codec": (*SETTINGS["codec"], "codec", "level"),
+    "joint": (*SETTINGS["joint"], "codec", "level", "change", "ratio"),
+}
+"""For each command the fields that tell its rows apart."""
+_NEEDED = {
+    "ttft": ("device", *METHOD, "ttft_s", "speedup"),
+    "codec": ("device", *IDENTITIES["codec"]),
+    "joint": ("device", *IDENTITIES["joint"], "bits_per_element", "kl"),
+}
 _ORDER = {name: i for i, name in enumerate(("full", "prefix", "reuse", "blend"))}
+
+
+def kind(row: Row) -> str:
+    """The command that a row is of."""
+    return row.get("bench", "ttft")
 
 
 def identity(row: Row) -> tuple:
     """What a row is of."""
-    return tuple(row.get(field) for field in IDENTITY)
+    return (kind(row), *(row.get(field) for field in IDENTITIES[kind(row)]))
 
 
 def merged(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
@@ -36,9 +62,20 @@ def merged(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
     return sorted(rows.values(), key=_place)
 
 
+def by_setting(rows: Iterable[Row]) -> list[list[Row]]:
+    """Rows of one table each, sorted."""
+
+    def setting(row: Row) -> tuple:
+        return (kind(row), *(row.get(field) for field in SETTINGS[kind(row)]))
+
+    return [list(same) for _, same in groupby(merged(rows, ()), key=setting)]
+
+
 def _place(row: Row) -> tuple:
     """Sorts as a reader would: numbers as numbers, methods in their usual order, what is absent first."""
-    values = [_ORDER.get(row[field], len(_ORDER)) if field == "method" else row.get(field) for field in IDENTITY]
+    fields = IDENTITIES[kind(row)]
+    values = [_ORDER.get(row[field], len(_ORDER)) if field == "method" else row.get(field) for field in fields]
+    values.insert(0, kind(row))
     return tuple((v is not None, isinstance(v, str), v if v is not None else 0) for v in values)
 
 
@@ -57,7 +94,9 @@ def read_rows(path: str | Path) -> list[Row]:
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f'{path}: expected {{"rows": [...]}}, as `blendkv bench ttft --out` writes it')
     for row in rows:
-        missing = [field for field in ("device", *METHOD, "ttft_s", "speedup") if field not in row]
+        if kind(row) not in _NEEDED:
+            raise ValueError(f"{path}: a row is of bench {kind(row)!r}; this blendkv knows {', '.join(_NEEDED)}")
+        missing = [field for field in _NEEDED[kind(row)] if field not in row]
         if missing:
             raise ValueError(f"{path}: a row has no field {', '.join(map(repr, missing))}")
     return rows

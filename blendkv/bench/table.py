@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
-from blendkv.bench.results import METHOD, SETTING, Row, merged, read_rows
+from blendkv.bench import codings
+from blendkv.bench.results import METHOD, Row, by_setting, kind, read_rows
 
 COLUMNS = (
     "context", "method", "TTFT", "full recompute", "speed-up", "FLOP limit", "of the limit", "of the floor",
@@ -19,8 +20,10 @@ MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.D
 def markdown(rows: Iterable[Row]) -> str:
     """One table for each setting (card, model, ...); figures of several runs stand beside each other."""
     tables = []
-    for _, same in groupby(merged(rows, ()), key=lambda row: [row.get(field) for field in SETTING]):
-        setting = list(same)
+    for setting in by_setting(rows):
+        if kind(setting[0]) != "ttft":
+            tables.append(codings.markdown(setting))
+            continue
         lines = [_line(list(runs)) for _, runs in groupby(_by_method(setting), key=_method_key)]
         head = ["| " + " | ".join(COLUMNS) + " |", "|---|---|" + "---:|" * (len(COLUMNS) - 2)]
         tables.append("\n".join([caption(setting), "", *head, *lines]))

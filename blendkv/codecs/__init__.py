@@ -81,29 +81,25 @@ def get_codec(codec: str | Codec, **settings: Any) -> Codec:
     return codec_class(codec)(**settings) if isinstance(codec, str) else codec
 
 
-def codec_of(header: Header, profiles: Profiles | None = None) -> Codec:
+def codec_of(header: Header, profiles: Profiles | None = None, codec: Codec | None = None) -> Codec:
     """The codec that decodes a file.
 
     Args:
         header: of the file.
         profiles: where the profile is, if the codec needs one; None: where `blendkv profile` puts it.
+        codec: the codec that wrote the file, if it is at hand; None makes the one that the head names.
 
     Raises:
         ChunkFileError: with reason "codec" for an unknown codec or level, "profile" for a missing or foreign profile,
             "geometry" for a file that this codec would have cut in another way.
     """
-    if header.codec not in _entries():
+    codec = _made(header, profiles) if codec is None else codec
+    if (codec.name, codec.level) != (header.codec, header.level):
         raise ChunkFileError(
-            f"the chunk file needs codec {header.codec!r}; installed are {', '.join(codec_names())}", reason="codec"
+            f"the chunk file needs codec {header.codec!r} of level {header.level}; given was {codec.name!r} of level "
+            f"{codec.level}",
+            reason="codec",
         )
-    kind = codec_class(header.codec)
-    profile = _profile(header, profiles) if kind.needs_profile else None
-    try:
-        codec = kind(level=header.level, profile=profile, **_streams(kind, header))
-    except ValueError as error:
-        raise ChunkFileError(
-            f"codec {header.codec!r} refuses the settings of the file: {error}", reason="codec"
-        ) from error
     if codec.profile_hash != header.profile_hash:
         raise ChunkFileError(
             f"the chunk file was coded with profile {header.profile_hash!r}, not with {codec.profile_hash!r}",
@@ -121,6 +117,21 @@ def codec_of(header: Header, profiles: Profiles | None = None) -> Codec:
     return codec
 
 
+def _made(header: Header, profiles: Profiles | None) -> Codec:
+    if header.codec not in _entries():
+        raise ChunkFileError(
+            f"the chunk file needs codec {header.codec!r}; installed are {', '.join(codec_names())}", reason="codec"
+        )
+    kind = codec_class(header.codec)
+    profile = _profile(header, profiles) if kind.needs_profile else None
+    try:
+        return kind(level=header.level, profile=profile, **_streams(kind, header))
+    except ValueError as error:
+        raise ChunkFileError(
+            f"codec {header.codec!r} refuses the settings of the file: {error}", reason="codec"
+        ) from error
+
+
 def _streams(kind: type[Codec], header: Header) -> dict[str, int]:
     """What tells a class that can code in one stream or in several how many the file has."""
     return {"streams": header.arrangement.streams} if hasattr(kind, "max_streams") else {}
@@ -130,7 +141,16 @@ def _profile(header: Header, profiles: Profiles | None) -> Any:
     wanted, profiles = header.profile_hash, load_profile if profiles is None else profiles
     profile = None
     if wanted:
-        profile = profiles.get(wanted) if isinstance(profiles, Mapping) else profiles(wanted)
+        try:
+            profile = profiles.get(wanted) if isinstance(profiles, Mapping) else profiles(wanted)
+        except ValueError as error:
+            raise ChunkFileError(f"the chunk file needs profile {wanted}: {error}", reason="profile") from error
+    if isinstance(profile, Profile) and (profile.hash, profile.codec) != (wanted, header.codec):
+        raise ChunkFileError(
+            f"the chunk file needs profile {wanted} of codec {header.codec!r}; given was {profile.hash} of "
+            f"{profile.codec!r}",
+            reason="profile",
+        )
     if profile is None:
         raise ChunkFileError(
             f"the chunk file needs profile {wanted or '(it names none)'}: pass it in profiles=, or compute the chunk "

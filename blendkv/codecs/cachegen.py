@@ -10,8 +10,9 @@ the deltas.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,10 +21,10 @@ import torch
 from torch import Tensor
 
 from blendkv.codecs.base import Arrangement, LayerShape
-from blendkv.codecs.profile import Profile, profile_for
-from blendkv.codecs.protect import LARGEST
+from blendkv.codecs.profile import FAR_OUTSIDE, Profile, profile_for
+from blendkv.codecs.protect import LARGEST, LARGEST_SCALE, scales_of
 from blendkv.codecs.rans import decode, encode, lanes_for
-from blendkv.codecs.statistics import ANCHOR_EVERY, Moments, Statistics, flat
+from blendkv.codecs.statistics import ANCHOR_EVERY, Moments, Statistics, channels, flat
 from blendkv.codecs.tables import row_of_log2
 from blendkv.container.format import ALIGN, aligned
 from blendkv.errors import ChunkFileError
@@ -34,6 +35,7 @@ LEVELS = range(-12, 13)
 PER_LEVEL = 4
 BINS = (0.5, 1.0, 1.5)
 """Bins of the three thirds of the layers, in standard deviations of a layer's keys or values."""
+TINY = np.finfo(np.float32).tiny
 
 
 class CacheGen:
@@ -56,35 +58,46 @@ class CacheGen:
             raise ValueError(f"cachegen has levels {LEVELS[0]} to {LEVELS[-1]}; got {level}")
         self.level, self.profile = level, profile_for(self.name, profile)
         self.profile_hash = self.profile.hash
+        self._layers = sides_of(self.profile)
 
     def arrangement(self, shapes: Sequence[LayerShape], tokens: int) -> Arrangement:
         """Layer by layer, anchors in one stream and deltas in the next."""
         self.profile.require_shapes(tuple(shapes))
         return Arrangement(GROUP, streams=2)
 
+    @np.errstate(over="ignore")
     def encode_unit(self, first: int, keys: Sequence[Tensor], values: Sequence[Tensor]) -> list[bytes]:
         """Sections of one layer: anchors of its keys and values, then deltas."""
         anchors, deltas = [], []
-        for part, states in enumerate((keys[0], values[0])):
-            means, anchor_rows, delta_rows, step = self._of(first, part)
-            rows = flat(states.float()).numpy()
-            for start in range(0, len(rows), GROUP):
-                group = rows[start : start + GROUP]
-                scales = np.abs(group[::ANCHOR_EVERY]).max(1) / np.float32(LARGEST)
-                symbols = np.rint(group[::ANCHOR_EVERY] / np.maximum(scales, 1e-38)[:, None])
-                section = encode((symbols - means).astype(np.int16), anchor_rows, lanes_for(*symbols.shape))
-                anchors.append(scales.astype("<f4").tobytes() + bytes(-scales.nbytes % ALIGN) + section)
-                rest = _others(len(group))
-                decoded = (symbols.astype(np.float32) * scales[:, None])[rest // ANCHOR_EVERY]
-                steps = np.rint((group[rest] - decoded) / step)
-                if steps.size and not np.abs(steps).max() <= 0x7FFF:
-                    raise ValueError(
-                        "keys or values are far outside what the profile was made of: is it a profile of this model? "
-                        "codec='raw' stores anything"
-                    )
-                deltas.append(encode(steps.astype(np.int16), delta_rows, lanes_for(*steps.shape)))
+        for side, scales, symbols, steps in self._sections(first, keys, values):
+            section = encode((symbols - side.means).astype(np.int16), side.rows, lanes_for(*symbols.shape))
+            anchors.append(scales.astype("<f4").tobytes() + bytes(-scales.nbytes % ALIGN) + section)
+            deltas.append(encode(steps.astype(np.int16), self._deltas(side)[1], lanes_for(*steps.shape)))
         return anchors + deltas
 
+    @np.errstate(over="ignore")
+    def symbols(self, first: int, keys: Sequence[Tensor], values: Sequence[Tensor]) -> list[np.ndarray]:
+        """`[t, C]` of each section, anchors and deltas: what `encode_unit` codes, for those who measure coders."""
+        return [each for _, _, *both in self._sections(first, keys, values) for each in both]
+
+    def _sections(
+        self, first: int, keys: Sequence[Tensor], values: Sequence[Tensor]
+    ) -> Iterator[tuple[Side, np.ndarray, np.ndarray, np.ndarray]]:
+        """For keys and values, and each group: scales of anchors, anchors, and deltas, integers in fp32."""
+        for side, states in zip(self._layers[first], (keys[0], values[0]), strict=True):
+            rows = flat(states.float()).numpy()
+            step, _ = self._deltas(side)
+            for start in range(0, len(rows), GROUP):
+                group = rows[start : start + GROUP]
+                first_of_ten, rest = group[::ANCHOR_EVERY], _others(len(group))
+                scales = np.minimum(np.abs(first_of_ten).max(1) / np.float32(LARGEST), LARGEST_SCALE)
+                symbols = np.rint(first_of_ten / np.maximum(scales, TINY)[:, None])
+                steps = np.rint((group[rest] - (symbols * scales[:, None])[rest // ANCHOR_EVERY]) / step)
+                if steps.size and not np.abs(steps).max() <= 0x7FFF:
+                    raise ValueError(FAR_OUTSIDE)
+                yield side, scales, symbols, steps
+
+    @np.errstate(over="ignore")
     def decode_unit(
         self,
         first: int,
@@ -97,31 +110,67 @@ class CacheGen:
         """Keys and values of the layer; without deltas every token is its anchor."""
         (shape,), groups = shapes, -(-tokens // GROUP)
         decoded = []
-        for part, dim in enumerate((shape.key_dim, shape.value_dim)):
-            means, anchor_rows, delta_rows, step = self._of(first, part)
-            states = np.empty((tokens, shape.heads * dim), np.float32)
+        for part, side in enumerate(self._layers[first]):
+            states = np.empty((tokens, len(side.means)), np.float32)
+            step, delta_rows = self._deltas(side)
             for group in range(groups):
                 out = states[group * GROUP : (group + 1) * GROUP]
-                section, count = segments[part * groups + group], -(-len(out) // ANCHOR_EVERY)
-                scales = _scales(section, count)
-                coded = decode(section[aligned(scales.nbytes) :], anchor_rows, count, lanes_for(count, out.shape[1]))
-                anchors = (coded.astype(np.float32) + means) * scales[:, None]
+                anchors = _anchors(segments[part * groups + group], side, -(-len(out) // ANCHOR_EVERY))
                 out[:] = anchors[np.arange(len(out)) // ANCHOR_EVERY]
                 if streams > 1:
                     rest = _others(len(out))
-                    section = segments[(2 + part) * groups + group]
-                    steps = decode(section, delta_rows, len(rest), lanes_for(len(rest), out.shape[1]))
-                    out[rest] += steps * np.float32(step)
+                    section, lanes = segments[(2 + part) * groups + group], lanes_for(len(rest), out.shape[1])
+                    out[rest] += decode(section, delta_rows, len(rest), lanes) * step
             decoded.append(_states(torch.from_numpy(states), shape.heads, dtype))
         return [decoded[0]], [decoded[1]]
 
-    def _of(self, layer: int, part: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
-        """Anchor means, rows of anchors and of deltas, and the bin of a layer's keys (0) or values (1)."""
-        tensors, name, shift = self.profile.tensors, f"{layer}.{part}", self.level * PER_LEVEL
-        anchor_rows = np.maximum(row_of_log2(tensors[f"anchor.{name}"].numpy()), 0)
-        delta_rows = np.maximum(row_of_log2(tensors[f"delta.{name}"].numpy().astype(np.int64) - shift), 0)
-        step = float(tensors["bins"][layer, part]) * 2.0 ** (shift / 16)
-        return tensors[f"mean.{name}"].numpy(), anchor_rows, delta_rows, step
+    def _deltas(self, side: Side) -> tuple[np.float32, np.ndarray]:
+        """The bin of deltas at this level, and their table rows."""
+        shift = self.level * PER_LEVEL
+        return np.float32(side.bin * 2.0 ** (shift / 16)), np.maximum(row_of_log2(side.deltas - shift), 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """Keys or values of one layer, as profiled.
+
+    Attributes:
+        means: `[C]` int16, of the anchors' symbols.
+        rows: `[C]` table rows of anchors.
+        deltas: `[C]` int64, log2 of the deltas' standard deviation in bins, in 1/16 octave.
+        bin: of deltas at level 0.
+    """
+
+    means: np.ndarray
+    rows: np.ndarray
+    deltas: np.ndarray
+    bin: float
+
+
+@lru_cache(maxsize=8)
+def sides_of(profile: Profile) -> list[tuple[Side, Side]]:
+    """Keys and values of each layer of a profile.
+
+    Raises:
+        ValueError: if tensors are missing, or do not fit the model's layers.
+    """
+    bins = profile.tensor("bins", (len(profile.shapes), 2), torch.float32)
+    if not bool((bins > 0).all()):
+        raise ValueError(f"profile {profile.hash}: bins are not all positive")
+    layers = []
+    for layer, shape in enumerate(profile.shapes):
+        keys, values = (_side(profile, f"{layer}.{p}", size, bins[layer, p]) for p, size in enumerate(channels(shape)))
+        layers.append((keys, values))
+    return layers
+
+
+def _side(profile: Profile, name: str, size: int, width: Tensor) -> Side:
+    means, anchors, deltas = (
+        profile.tensor(f"{kind}.{name}", (size,), torch.int16).numpy() for kind in ("mean", "anchor", "delta")
+    )
+    if np.abs(means.astype(np.int64)).max() > LARGEST:
+        raise ValueError(f"profile {profile.hash}: mean.{name} is beyond {LARGEST}")
+    return Side(means, np.maximum(row_of_log2(anchors), 0), deltas.astype(np.int64), float(width))
 
 
 def fit_cachegen(statistics: Statistics, about: Mapping[str, Any]) -> Profile:
@@ -168,16 +217,19 @@ def _others(tokens: int) -> np.ndarray:
     return every[every % ANCHOR_EVERY > 0]
 
 
-def _scales(section: memoryview, count: int) -> np.ndarray:
-    if len(section) < 4 * count:
+def _anchors(section: memoryview, side: Side, count: int) -> np.ndarray:
+    """Anchors `[count, C]` fp32."""
+    end = aligned(4 * count)
+    if len(section) < end or any(section[4 * count : end]):
         raise ChunkFileError("the scales of anchors are cut off", reason="symbols")
-    scales = np.frombuffer(section, "<f4", count)
-    if not (np.isfinite(scales).all() and (scales >= 0).all()):
-        raise ChunkFileError("the scale of an anchor is not a positive number", reason="symbols")
-    return scales
+    scales = scales_of(section, count)
+    symbols = decode(section[end:], side.rows, count, lanes_for(count, len(side.rows))) + side.means.astype(np.int32)
+    if np.abs(symbols).max() > LARGEST:
+        raise ChunkFileError("an anchor that no encoder writes", reason="symbols")
+    return symbols.astype(np.float32) * scales[:, None]
 
 
 def _states(rows: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
     """`[T, H * D]` fp32 as `[H, T, D]`."""
-    states = rows.unflatten(1, (heads, -1)).transpose(0, 1)
-    return (states.clamp(-65504, 65504) if dtype == torch.float16 else states).to(dtype).contiguous()
+    most = torch.finfo(dtype).max
+    return rows.unflatten(1, (heads, -1)).transpose(0, 1).clamp(-most, most).to(dtype).contiguous()

@@ -14,6 +14,10 @@ from blendkv.codecs.statistics import Statistics, units_of
 from blendkv.codecs.transform import slots_of
 
 GUESS = 0.005
+FINEST = 256
+"""Most steps of a standard deviation at level 0: even 16 times finer ones are within int16."""
+COARSEST = 1024
+"""What a step may be worth in keys or values: where gradients are next to nothing, it would be beyond fp16."""
 SMOOTHING = 1.0
 """Share of its mean diagonal that is added to the metric: gradients of few texts are a noisy estimate."""
 
@@ -43,11 +47,14 @@ def fit_transform(statistics: Statistics, joint: bool, about: Mapping[str, Any])
             parts.append((name, moments.mean[own], *_blocks(spread[own, own], metric, slot.heads)))
     count = sum(sd.numel() for *_, sd in parts)
     step = (12 * GUESS * statistics.continuation / statistics.context / count) ** 0.5
+    step = max(step, *(float(sd.max()) / FINEST for *_, sd in parts))
     tensors: dict[str, Tensor] = {}
     for name, mean, matrix, sd in parts:
         tensors[f"mean.{name}"] = mean.float()
-        tensors[f"matrix.{name}"] = (matrix * step).half()
-        scale = (16 * torch.log2((sd / step).clamp_min(2.0**-60))).round().clamp(-999, 999)
+        finer = (COARSEST / step / matrix.abs().amax((1, 2), keepdim=True)).clamp_max(1)
+        tensors[f"matrix.{name}"] = (matrix * finer * step).half()
+        steps = sd / finer[:, 0] / step
+        scale = (16 * torch.log2(steps.clamp_min(2.0**-60))).round().clamp(-999, 999)
         tensors[f"scale.{name}"] = scale.flatten().to(torch.int16)
     settings = {
         "joint": joint,

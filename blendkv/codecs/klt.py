@@ -3,13 +3,13 @@
 A model's own gradients say what an error in a key or value costs: in the metric of their second moments (the Fisher
 information) the KL divergence of the next tokens is half the squared error. In that metric one step fits every channel
 of every layer, keys and values alike, and the transform that makes channels uncorrelated is the best one. `klt`
-transforms each head alone, layer by layer; `klt-xl` all channels of up to five layers together, since a layer's keys
+transforms each head alone, layer by layer; `klt-xl` all channels of up to three layers together, since a layer's keys
 and values are much like those of the layer before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -24,14 +24,24 @@ from blendkv.codecs.protect import protect, protected_bytes, unprotect
 from blendkv.codecs.rans import decode, encode, lanes_for
 from blendkv.codecs.tables import ABSENT, THIRD, refinement_context, refinement_row_of_log2, row_of_log2
 from blendkv.codecs.transform import Part, parts_of
+from blendkv.container.format import MAX_LAYERS
+from blendkv.errors import ChunkFileError
 
-GROUP = 256
-"""Tokens of a section."""
+GROUPS = (256, 128, 64)
+"""Tokens of a section may be: as many as keep it within `SECTION`, since a GPU decodes a section from end to end."""
+SECTION = 2**16
+"""Symbols of a section, unless even the fewest tokens are more."""
+BLOCK = 4096
+"""Tokens that are transformed at once; a multiple of every group."""
 LEVELS = range(-16, 17)
 """A level is worth a quarter of an octave of steps."""
 PER_LEVEL = 4
 SILENT = -37
 """Channels below 0.2 steps (log2 in 1/16 octave) are not coded: that costs less than their bits."""
+
+
+LARGEST_BASE = 0x7FFF // 3
+"""Of the symbols of a base, so that those they stand for are within int16."""
 
 
 class KLT:
@@ -58,8 +68,11 @@ class KLT:
             raise ValueError(f"{self.name} has 1 or 2 streams; got {streams}")
         self.level, self.streams, self.profile = level, streams, profile_for(self.name, profile)
         self.profile_hash = self.profile.hash
-        self.unit_layers, self.protected = (int(self.profile.settings[name]) for name in ("unit_layers", "protected"))
         self._units = parts_of(self.profile)
+        widest = max(len(part.mean) for parts in self._units for part in parts)
+        self.group = next((tokens for tokens in GROUPS if tokens * widest <= SECTION), GROUPS[-1])
+        self.unit_layers = self.profile.setting("unit_layers", range(1, MAX_LAYERS + 1))
+        self.protected = self.profile.setting("protected", range(GROUPS[-1] + 1))
 
     @property
     def step(self) -> float:
@@ -67,9 +80,9 @@ class KLT:
         return 2.0 ** (self.level * PER_LEVEL / 16)
 
     def arrangement(self, shapes: Sequence[LayerShape], tokens: int) -> Arrangement:
-        """Groups of 256 tokens, in units and parts as profiled."""
+        """Groups of 64 to 256 tokens, in units and parts as profiled."""
         self.profile.require_shapes(tuple(shapes))
-        return Arrangement(GROUP, self.unit_layers, len(self._units[0]), self.streams)
+        return Arrangement(self.group, self.unit_layers, len(self._units[0]), self.streams)
 
     def rows(self, part: Part) -> np.ndarray:
         """`[C]` the table row of each channel at this level, `ABSENT` where it is not coded."""
@@ -79,18 +92,32 @@ class KLT:
     def encode_unit(self, first: int, keys: Sequence[Tensor], values: Sequence[Tensor]) -> list[bytes]:
         """Sections of a unit: for each part and group the protected tokens (in the first), then symbols."""
         streams: list[list[bytes]] = [[] for _ in range(self.streams)]
-        for part in self._unit(first, len(keys)):
-            states, rows = part.gather(keys, values), self.rows(part)
+        for part, kept, symbols in self._sections(first, keys, values):
+            rows = self.rows(part)
             coded = rows != ABSENT
-            for start in range(0, len(states), GROUP):
-                group = states[start : start + GROUP]
-                kept = group[: self.protected] if start == 0 else group[:0]
-                symbols = part.forward(group[len(kept) :], self.step, coded)
-                sections = self._encode(symbols, rows[coded], self._scale(part)[coded])
-                streams[0].append(protect(kept, part.heads) + sections[0])
-                for stream, section in zip(streams[1:], sections[1:], strict=True):
-                    stream.append(section)
+            sections = self._encode(symbols, rows[coded], self._scale(part)[coded])
+            streams[0].append(protect(kept, part.heads) + sections[0])
+            for stream, section in zip(streams[1:], sections[1:], strict=True):
+                stream.append(section)
         return [section for stream in streams for section in stream]
+
+    def symbols(self, first: int, keys: Sequence[Tensor], values: Sequence[Tensor]) -> list[np.ndarray]:
+        """`[t, C']` int16 for each part and group: what `encode_unit` codes, for those who measure coders."""
+        return [symbols for _, _, symbols in self._sections(first, keys, values)]
+
+    def _sections(
+        self, first: int, keys: Sequence[Tensor], values: Sequence[Tensor]
+    ) -> Iterator[tuple[Part, Tensor, np.ndarray]]:
+        """For each part and group of a unit the part, its protected tokens `[t, C]`, and symbols of the others."""
+        for part in self._unit(first, len(keys)):
+            states, symbols_of = part.gather(keys, values), part.forward(self.step, self.rows(part) != ABSENT)
+            for block in range(0, len(states), BLOCK):
+                shift = self.protected if block == 0 else 0
+                symbols = symbols_of(states[block + shift : block + BLOCK])
+                for start in range(block, min(block + BLOCK, len(states)), self.group):
+                    first = shift if start == 0 else 0
+                    within = slice(start + first - block - shift, start + self.group - block - shift)
+                    yield part, states[start : start + first], symbols[within]
 
     def decode_unit(
         self,
@@ -105,19 +132,24 @@ class KLT:
         parts = self._unit(first, len(shapes))
         keys = [torch.empty(s.heads, tokens, s.key_dim, dtype=dtype) for s in shapes]
         values = [torch.empty(s.heads, tokens, s.value_dim, dtype=dtype) for s in shapes]
-        groups = -(-tokens // GROUP)
+        groups = -(-tokens // self.group)
         for number, part in enumerate(parts):
             rows = self.rows(part)
             coded = rows != ABSENT
+            scale = self._scale(part)[coded]
+            place, waiting = 0, []
             for group in range(groups):
                 base, *fine = (segments[(stream * len(parts) + number) * groups + group] for stream in range(streams))
-                start, end = group * GROUP, min((group + 1) * GROUP, tokens)
-                kept = min(self.protected, end) if group == 0 else 0
-                if kept:
-                    part.scatter(unprotect(base, kept, part.heads), keys, values, 0)
-                    base = base[protected_bytes(kept, part.heads) :]
-                symbols = self._decode([base, *fine], rows[coded], self._scale(part)[coded], end - start - kept)
-                part.scatter(part.inverse(symbols, self.step, coded), keys, values, start + kept)
+                end = min((group + 1) * self.group, tokens)
+                if group == 0 and (place := min(self.protected, end)):
+                    part.scatter(unprotect(base, place, part.heads), keys, values, 0)
+                    base = base[protected_bytes(place, part.heads) :]
+                start = max(group * self.group, place)
+                waiting.append(self._decode([base, *fine], rows[coded], scale, end - start))
+                if end == tokens or end % BLOCK == 0:  # products of many tokens are quicker than many products
+                    symbols = np.concatenate(waiting) if len(waiting) > 1 else waiting[0]
+                    part.inverse(symbols, self.step, coded, keys, values, end - len(symbols))
+                    waiting.clear()
         return keys, values
 
     def _scale(self, part: Part) -> np.ndarray:
@@ -126,9 +158,10 @@ class KLT:
     def _unit(self, first: int, layers: int) -> list[Part]:
         unit, within = divmod(first, self.unit_layers)
         if within or layers != min(self.unit_layers, len(self.profile.shapes) - first):
-            raise ValueError(
+            raise ChunkFileError(
                 f"{self.name} with this profile keeps {self.unit_layers} layers together, from layer 0 on: store layer "
-                "0 too (layer0=True)"
+                "0 too (layer0=True)",
+                reason="geometry",
             )
         return self._units[unit]
 
@@ -149,13 +182,15 @@ class KLT:
         if self.streams == 1:
             return decode(sections[0], rows, tokens, lanes)
         base = decode(sections[0], base_rows(scale), tokens, lanes)
+        if base.size and not -LARGEST_BASE <= base.min() <= base.max() <= LARGEST_BASE:
+            raise ChunkFileError("symbols of a base that no encoder writes", reason="symbols")
         if len(sections) == 1:
             return 3 * base
         return 3 * base + decode(sections[1], refinement_rows(scale), tokens, lanes, refinement_context(base))
 
 
 class KLTXL(KLT):
-    """`klt-xl`: one transform for all channels of up to five layers."""
+    """`klt-xl`: one transform for all channels of up to three layers."""
 
     name = "klt-xl"
 

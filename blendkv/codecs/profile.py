@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from blendkv._paths import blendkv_home
@@ -20,6 +20,11 @@ from blendkv.codecs.base import LayerShape
 
 VERSION = 1
 _KEY = "blendkv_profile"
+FAR_OUTSIDE = (
+    "keys or values are far outside what the profile was made of: is it a profile of this model? codec='raw' stores "
+    "anything"
+)
+"""What a codec says of numbers that it cannot code."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +52,8 @@ class Profile:
         parts = [self._json(about=False).encode()]
         for name in sorted(self.tensors):
             tensor = self.tensors[name].contiguous()
-            parts += [f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), tensor.view(torch.uint8).numpy().data]
+            data = tensor.flatten().view(torch.uint8).numpy().data
+            parts += [f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), data]
         for part in parts:
             digest.update(
                 len(part).to_bytes(8, "little") if isinstance(part, bytes) else part.nbytes.to_bytes(8, "little")
@@ -68,13 +74,38 @@ class Profile:
                 f"has {len(shapes)} such as {shapes[0]}: make a profile of this model with `blendkv profile`"
             )
 
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """One of its tensors, as a codec needs it.
+
+        Raises:
+            ValueError: if it is missing, of another shape or dtype, or not finite.
+        """
+        tensor = self.tensors.get(name)
+        if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            there = "missing" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise ValueError(f"profile {self.hash}: {name} is {there}, and must be {dtype} {shape}")
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(f"profile {self.hash}: {name} holds NaN or Inf")
+        return tensor
+
+    def setting(self, name: str, allowed: range) -> int:
+        """One of its settings.
+
+        Raises:
+            ValueError: if it is missing, or not one of the integers allowed.
+        """
+        value = self.settings.get(name)
+        if not isinstance(value, int) or value not in allowed:
+            raise ValueError(f"profile {self.hash}: {name} is {value}, and must be {allowed[0]} to {allowed[-1]}")
+        return int(value)
+
     def save(self, path: str | Path | None = None) -> Path:
         """Writes a safetensors file; by default into the folder where `load_profile` looks for it by its hash."""
         path = profile_folder() / f"{self.hash}.safetensors" if path is None else Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{path.name}.part")
         tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
-        save_file(tensors, part, metadata={_KEY: self._json(about=True)})
+        part.write_bytes(save(tensors, metadata={_KEY: self._json(about=True)}))  # save_file hides it from other users
         part.replace(path)
         return path
 
@@ -82,7 +113,7 @@ class Profile:
         said = {
             "version": VERSION,
             "codec": self.codec,
-            "shapes": [list(asdict(shape).values()) for shape in self.shapes],
+            "shapes": [astuple(shape) for shape in self.shapes],
             "settings": dict(self.settings),
         }
         return json.dumps(said | ({"about": dict(self.about)} if about else {}), sort_keys=True)
@@ -107,12 +138,22 @@ def read_profile(path: str | Path) -> Profile:
         with safe_open(path, "pt") as file:
             said = json.loads((file.metadata() or {})[_KEY])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a handle, not a mapping
-        if said["version"] != VERSION:
-            raise ValueError(f"of version {said['version']}; this blendkv reads {VERSION}")
-        shapes = tuple(LayerShape(*map(int, shape)) for shape in said["shapes"])
-        return Profile(said["codec"], shapes, tensors, said["settings"], said["about"])
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        return _profile(said, tensors)
+    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a profile that can be read: {error}") from error
+
+
+def _profile(said: Any, tensors: dict[str, Tensor]) -> Profile:
+    if said["version"] != VERSION:
+        raise ValueError(f"of version {said['version']}; this blendkv reads {VERSION}")
+    codec, settings, about = said["codec"], said["settings"], said["about"]
+    if not (isinstance(codec, str) and isinstance(settings, dict) and isinstance(about, dict)):
+        raise TypeError("its codec, settings or about are of a wrong type")
+    shapes = tuple(LayerShape(*shape) for shape in said["shapes"])
+    sizes = [size for shape in shapes for size in astuple(shape)]
+    if not sizes or any(type(size) is not int or size < 1 for size in sizes):
+        raise ValueError(f"the shapes of its layers are {said['shapes']}")
+    return Profile(codec, shapes, tensors, settings, about)
 
 
 def load_profile(name: str | Path) -> Profile | None:

@@ -12,6 +12,8 @@ from blendkv.container.format import aligned
 from blendkv.errors import ChunkFileError
 
 LARGEST = 127
+LARGEST_SCALE = np.nextafter(np.finfo(np.float32).max / np.float32(LARGEST), np.float32(0))
+"""`LARGEST` times this is still finite."""
 
 
 def protected_bytes(tokens: int, heads: Sequence[int]) -> int:
@@ -27,6 +29,7 @@ def protected_bytes(tokens: int, heads: Sequence[int]) -> int:
 def protect(states: Tensor, heads: Sequence[int]) -> bytes:
     """Codes tokens `[t, C]` fp32: `[t, heads]` fp32 scales, `[t, C]` int8, zeros up to a multiple of 16 bytes."""
     scales = torch.stack([head.abs().amax(1) for head in states.split(list(heads), 1)], 1) / LARGEST
+    scales = scales.clamp_max(float(LARGEST_SCALE))
     wide = scales.clamp_min(torch.finfo(torch.float32).tiny).repeat_interleave(torch.tensor(heads), 1)
     numbers = (states / wide).round().clamp(-LARGEST, LARGEST).to(torch.int8)
     block = scales.numpy().astype("<f4").tobytes() + numbers.numpy().tobytes()
@@ -41,8 +44,21 @@ def unprotect(data: memoryview | bytes, tokens: int, heads: Sequence[int]) -> Te
     """
     if len(data) < protected_bytes(tokens, heads):
         raise ChunkFileError("the protected tokens are cut off", reason="symbols")
-    scales = np.frombuffer(data, "<f4", tokens * len(heads)).reshape(tokens, -1)
-    if not (np.isfinite(scales).all() and (scales >= 0).all()):
-        raise ChunkFileError("the scale of a protected token is not a positive number", reason="symbols")
-    numbers = np.frombuffer(data, np.int8, tokens * sum(heads), scales.nbytes).reshape(tokens, -1)
+    scales = scales_of(data, tokens * len(heads)).reshape(tokens, len(heads))
+    numbers = np.frombuffer(data, np.int8, tokens * sum(heads), scales.nbytes).reshape(tokens, sum(heads))
+    end = scales.nbytes + numbers.nbytes
+    if numbers.min(initial=0) < -LARGEST or any(data[end : aligned(end)]):
+        raise ChunkFileError("protected tokens that no encoder writes", reason="symbols")
     return torch.from_numpy(numbers * np.repeat(scales, heads, 1))
+
+
+def scales_of(data: memoryview | bytes, count: int) -> np.ndarray:
+    """The `count` fp32 scales that a block begins with.
+
+    Raises:
+        ChunkFileError: (`reason="symbols"`) if one is negative, not finite, or so large that `LARGEST` of it are not.
+    """
+    scales = np.frombuffer(data, "<f4", count)
+    if not ((scales >= 0) & (scales <= LARGEST_SCALE)).all():
+        raise ChunkFileError("a scale that no encoder writes", reason="symbols")
+    return scales

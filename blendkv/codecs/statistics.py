@@ -15,7 +15,7 @@ ANCHOR_EVERY = 10
 ANCHOR_LEVELS = 127
 JOINT = 2048
 """Most channels that are transformed together."""
-MOST_LAYERS = 5
+MOST_LAYERS = 3
 
 
 def units_of(shapes: Sequence[LayerShape], size: int) -> list[range]:
@@ -73,7 +73,8 @@ class Statistics:
     Attributes:
         shapes: of the model's layers.
         protected: how many first tokens of a text do not count.
-        unit_layers: layers whose covariance with each other is known.
+        unit_layers: layers whose covariance with each other is known; 0: as many as have up to `joint` channels.
+        joint: fewer where there is little text.
         states: for each unit, moments of its channels: layer by layer keys, then values, each `[H * D]`.
         gradients: for each layer (keys, values): second moments `[C, C]` of gradients of the log-likelihood of the
             model's own continuation, the blocks of the Fisher information that say what an error costs.
@@ -88,6 +89,7 @@ class Statistics:
     continuation: int
     protected: int = 1
     unit_layers: int = 0
+    joint: int = JOINT
     states: list[Moments] = field(default_factory=list)
     gradients: list[tuple[Moments, Moments]] = field(default_factory=list)
     deltas: list[tuple[Moments, Moments]] = field(default_factory=list)
@@ -96,7 +98,7 @@ class Statistics:
     def __post_init__(self) -> None:
         """Makes room."""
         widest = max(sum(channels(shape)) for shape in self.shapes)
-        self.unit_layers = self.unit_layers or min(MOST_LAYERS, max(1, JOINT // widest))
+        self.unit_layers = self.unit_layers or min(MOST_LAYERS, max(1, self.joint // widest))
         for unit in units_of(self.shapes, self.unit_layers):
             self.states.append(Moments.of(sum(sum(channels(self.shapes[layer])) for layer in unit), True))
         for shape in self.shapes:

@@ -27,6 +27,7 @@ class ContainerReader:
 
     Attributes:
         size: bytes of the file.
+        starts: where each segment begins, counted from the beginning of the file, and where the last one ends.
 
     Raises:
         ChunkFileError: if this is no such file, or not a whole one.
@@ -64,7 +65,7 @@ class ContainerReader:
         if secret is not None:
             self._seal = self._verified(head.header, data, secret)
         head.check_sizes(max_bytes)
-        self._starts = tuple(accumulate(head.lengths, initial=prelude.head_end))
+        self.starts = tuple(accumulate(head.lengths, initial=prelude.head_end))
         return head
 
     def _verified(self, header: Header, data: memoryview, secret: Secret) -> Tag:
@@ -88,11 +89,11 @@ class ContainerReader:
         """
         if not numbers:
             return []
-        start = self._starts[numbers.start]
-        data = read_exactly(self._source, start, self._starts[numbers.stop] - start)
+        start = self.starts[numbers.start]
+        data = read_exactly(self._source, start, self.starts[numbers.stop] - start)
         found = []
         for number in numbers:
-            segment = data[self._starts[number] - start : self._starts[number + 1] - start]
+            segment = data[self.starts[number] - start : self.starts[number + 1] - start]
             if not same(self._seal.segment(number, segment), self._head.checks[number]):
                 raise ChunkFileError(
                     f"segment {number} of the chunk file is not what was written: {self._seal.advice}",

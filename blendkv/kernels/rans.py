@@ -60,11 +60,11 @@ def describe_rows(rows: np.ndarray) -> np.ndarray:
     return (coded << _COLUMN | rows[coded]).astype(np.int32)
 
 
-def describe(sections: Sequence[Section], channels: np.ndarray, data: int, out: int) -> np.ndarray:
+def describe(sections: Sequence[Section] | np.ndarray, channels: np.ndarray, data: int, out: int) -> np.ndarray:
     """The table of sections, to be copied to the device; the kernel reads and writes nothing outside what it says.
 
     Args:
-        sections: to decode, in any order and of any sizes.
+        sections: to decode, in any order and of any sizes; or the same as `[S, 8]`.
         channels: int32, all that were described (`describe_rows`).
         data: bytes that there are.
         out: elements of the output.
@@ -97,6 +97,7 @@ def decode(
     out: Tensor,
     lanes: int,
     context: Tensor | None = None,
+    status: Tensor | None = None,
 ) -> Tensor:
     """Decodes many sections in one launch.
 
@@ -105,15 +106,16 @@ def decode(
         sections: `[S, 8]` int64 (`describe`), contiguous.
         channels: int32 (`describe_rows` of every section, or of all that share rows).
         lut: `[R, 4096]` (`tables().lut` seen as int32), contiguous.
-        out: int16, contiguous; only what is coded is written, so the rest must be zero before.
+        out: int16, contiguous; only what is coded is written.
         lanes: the largest number in any section.
         context: uint8 added to the row of the symbol at the same place in `out`, or None; at most what
             `refinement_context` returns.
+        status: `[S]` int32, to be returned; None makes one.
 
     Returns:
         `[S]` int32, not 0 where the bytes were no such section: what was written for it means nothing.
     """
-    status = torch.empty(len(sections), dtype=torch.int32, device=out.device)
+    status = torch.empty(len(sections), dtype=torch.int32, device=out.device) if status is None else status
     if len(sections):
         _decode[(len(sections),)](
             data.view(torch.int16),

@@ -1,23 +1,39 @@
-"""Chunks in memory, on CPU or GPU: LRU by bytes, with pins and counters."""
+"""Chunks in memory, on CPU or GPU, as they are or encoded: LRU by bytes, with pins and counters."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from blendkv.chunk import ChunkCache
+from blendkv.chunkfile import ChunkFile, encode_chunk
+from blendkv.codecs import Codec, get_codec
+from blendkv.errors import ChunkFileError
+from blendkv.expanding import decode_each
 
 DEFAULT_CAPACITY_BYTES = 8 * 2**30
 
 
 @dataclass
 class PoolStats:
-    """What a pool did since it was made."""
+    """What a pool did since it was made.
+
+    Attributes:
+        hits: chunks that were there.
+        misses: chunks that were not, damaged ones included.
+        puts: chunks that are kept, each key counted once while it is there.
+        rejected: chunks that did not fit.
+        evictions: chunks that made room.
+        bytes: held now.
+        damaged: encoded chunks that could not be decoded, and were forgotten.
+        uncoded: puts that the codec refused; they are kept as they are.
+    """
 
     hits: int = 0
     misses: int = 0
@@ -25,16 +41,44 @@ class PoolStats:
     rejected: int = 0
     evictions: int = 0
     bytes: int = 0
+    damaged: int = 0
+    uncoded: int = 0
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The bytes of a chunk.
+
+    Attributes:
+        file: open for a tensor.
+        homes: device of each layer when the chunk was put, where it is wanted again.
+    """
+
+    file: ChunkFile
+    homes: tuple[torch.device, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return self.file.size
 
 
 class Pool:
     """A bounded map from key to `ChunkCache`. Safe to share among threads.
 
+    With a codec, chunks are kept as the bytes of chunk files, and decoded by every `get` to where they were when they
+    were put: on a GPU by kernels, many at once. What the codec refuses (NaN, Inf, layers that are not those of its
+    profile, numbers far outside it) is kept as it is, so that nothing is lost, and counted as `uncoded`. Bytes stay in
+    this memory, so kernels do not compare their checksums; damage that shows is a miss, and the entry is forgotten.
+
     Args:
-        capacity_bytes: most bytes of keys and values to hold (default 8 GiB); the least recently used chunk that is
-            not pinned goes first.
-        device: move chunks there when they are put; by default they stay where they were computed.
-        pin_memory: keep chunks in page-locked host memory, which a GPU reads directly; `device` is then not used.
+        capacity_bytes: most bytes to hold (default 8 GiB), of keys and values or of their files; the least recently
+            used chunk that is not pinned goes first.
+        device: move chunks, or their bytes, there when they are put; by default chunks stay where they were computed,
+            and bytes are in host memory.
+        pin_memory: keep chunks, or their bytes, in page-locked host memory, which a GPU reads directly; `device` is
+            then not used.
+        codec: `get_codec("klt", profile=...)`, or another; None or "raw" keeps chunks as they are.
     """
 
     def __init__(
@@ -42,50 +86,103 @@ class Pool:
         capacity_bytes: int | None = None,
         device: torch.device | str | None = None,
         pin_memory: bool = False,
+        codec: str | Codec | None = None,
     ) -> None:
         self.capacity_bytes = DEFAULT_CAPACITY_BYTES if capacity_bytes is None else int(capacity_bytes)
         if self.capacity_bytes <= 0:
             raise ValueError(f"capacity_bytes={capacity_bytes}: give a positive number of bytes")
         if pin_memory and not torch.cuda.is_available():
             raise ValueError("pin_memory=True needs a CUDA device: leave it out to keep chunks in ordinary memory")
+        codec = None if codec is None else get_codec(codec)
+        self.codec = None if codec is None or codec.name == "raw" else codec
         self.device, self.pin_memory = device, pin_memory
         self.stats = PoolStats()
-        self._entries: OrderedDict[str, ChunkCache] = OrderedDict()
+        self._entries: OrderedDict[str, ChunkCache | Encoded] = OrderedDict()
         self._pins: Counter[str] = Counter()
         self._lock = threading.RLock()
 
     def get(self, key: str) -> ChunkCache | None:
         """The chunk under `key`, now the most recently used, or None; counted as a hit or a miss."""
-        with self._lock:
-            chunk = self._entries.get(key)
-            if chunk is None:
-                self.stats.misses += 1
-                return None
-            self._entries.move_to_end(key)
-            self.stats.hits += 1
-            return chunk
+        return self._fetch([key])[0]
+
+    def get_many(self, keys: Sequence[str]) -> list[ChunkCache | None]:
+        """`get` for every key; encoded chunks are decoded together."""
+        return [self.get(key) for key in keys] if self.codec is None else self._fetch(keys)
 
     def put(self, chunk: ChunkCache) -> bool:
         """Keeps a chunk under its key; False (and counted) if it cannot fit beside what is pinned."""
+        return self._keep(chunk.key, self._entry(chunk))
+
+    def put_many(self, chunks: Sequence[ChunkCache]) -> list[tuple[ChunkCache, bool]]:
+        """`put` for every chunk.
+
+        Returns:
+            For each chunk what `get` makes of it, which is another with a codec that loses something, and whether it
+            was kept.
+        """
+        if self.codec is None:
+            return [(chunk, self.put(chunk)) for chunk in chunks]
+        entries = [self._entry(chunk) for chunk in chunks]
+        kept = [self._keep(chunk.key, entry) for chunk, entry in zip(chunks, entries, strict=True)]
+        decoded = [
+            chunk if isinstance(made, ChunkFileError) else made
+            for chunk, made in zip(chunks, _decode(entries), strict=True)
+        ]
+        return list(zip(decoded, kept, strict=True))
+
+    def _entry(self, chunk: ChunkCache) -> ChunkCache | Encoded:
+        """A chunk in the form and the memory in which it is kept."""
+        if self.codec is not None:
+            try:
+                data = encode_chunk(chunk, self.codec)
+            except ValueError:
+                with self._lock:
+                    self.stats.uncoded += 1
+            else:
+                tensor = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+                if self.pin_memory:
+                    tensor = tensor.pin_memory()
+                elif self.device is not None:
+                    tensor = tensor.to(self.device)
+                return Encoded(ChunkFile(tensor, codec=self.codec), tuple(k.device for k in chunk.keys))
         if self.pin_memory:
-            chunk = chunk.pin_memory()
-        elif self.device is not None:
-            chunk = chunk.to(self.device)
+            return chunk.pin_memory()
+        return chunk if self.device is None else chunk.to(self.device)
+
+    def _keep(self, key: str, entry: ChunkCache | Encoded) -> bool:
         with self._lock:
-            known = chunk.key in self._entries
+            known = key in self._entries
             if known:
-                self._drop(chunk.key)  # what was there may be what somebody found wanting
+                self._drop(key)  # what was there may be what somebody found wanting
             pinned = sum(self._entries[key].nbytes for key in self._pins if key in self._entries)
-            if chunk.nbytes + pinned > self.capacity_bytes:
+            if entry.nbytes + pinned > self.capacity_bytes:
                 self.stats.rejected += 1
                 return False
-            while self.stats.bytes + chunk.nbytes > self.capacity_bytes:
+            while self.stats.bytes + entry.nbytes > self.capacity_bytes:
                 self._drop(next(key for key in self._entries if not self._pins[key]))
                 self.stats.evictions += 1
-            self._entries[chunk.key] = chunk
+            self._entries[key] = entry
             self.stats.puts += not known
-            self.stats.bytes += chunk.nbytes
+            self.stats.bytes += entry.nbytes
             return True
+
+    def _fetch(self, keys: Sequence[str]) -> list[ChunkCache | None]:
+        """Looks keys up, decodes what is encoded without holding the lock, and counts."""
+        with self._lock:
+            found = {key: self._entries[key] for key in keys if key in self._entries}
+            for key in found:
+                self._entries.move_to_end(key)
+        decoded = dict(zip(found, _decode(list(found.values())), strict=True))
+        with self._lock:
+            for key, chunk in decoded.items():
+                if isinstance(chunk, ChunkFileError):
+                    self.stats.damaged += 1
+                    if self._entries.get(key) is found[key]:
+                        self._drop(key)
+            chunks = [None if isinstance(chunk := decoded.get(key), ChunkFileError) else chunk for key in keys]
+            self.stats.misses += (missed := sum(chunk is None for chunk in chunks))
+            self.stats.hits += len(keys) - missed
+        return chunks
 
     def delete(self, key: str) -> None:
         """Forgets a chunk, pinned or not; an unknown key is fine."""
@@ -127,3 +224,26 @@ class Pool:
 
     def _drop(self, key: str) -> None:
         self.stats.bytes -= self._entries.pop(key).nbytes
+
+
+def _decode(entries: Sequence[ChunkCache | Encoded]) -> list[ChunkCache | ChunkFileError]:
+    """Chunks of entries, those of one device together; an error for each that is damaged."""
+    decoded: dict[int, ChunkCache | ChunkFileError] = {}
+    encoded: dict[torch.device, list[tuple[int, Encoded]]] = {}
+    for i, entry in enumerate(entries):
+        if isinstance(entry, Encoded):
+            encoded.setdefault(entry.homes[0], []).append((i, entry))
+        else:
+            decoded[i] = entry
+    for device, those in encoded.items():
+        for (i, entry), chunk in zip(those, decode_each([entry.file for _, entry in those], device), strict=True):
+            decoded[i] = chunk if isinstance(chunk, ChunkFileError) else _spread(chunk, entry.homes)
+    return [decoded[i] for i in range(len(entries))]
+
+
+def _spread(chunk: ChunkCache, homes: Sequence[torch.device]) -> ChunkCache:
+    """A chunk with each layer on its own device."""
+    if len(set(homes)) == 1:
+        return chunk
+    keys, values = (tuple(t.to(home) for t, home in zip(s, homes, strict=True)) for s in (chunk.keys, chunk.values))
+    return replace(chunk, keys=keys, values=values)

@@ -4,8 +4,12 @@ import pytest
 import torch
 
 from blendkv import BlendedCache, ChunkLibrary, ChunkMissError, Pool, attach, prefill
+from blendkv.attaching import attachment_of
+from blendkv.chunkfile import decode_chunk, encode_chunk
+from blendkv.codecs import LayerShape, get_codec
 from blendkv.testing import byte_tokenizer
 from tests.cases.common import answer, assert_same_run, forward, ids_of, model_of
+from tests.drawn import CODECS, profile_of
 
 DOCUMENTS = [ids_of(30, seed)[0] for seed in (1, 2)]
 PROMPT = torch.cat([torch.cat(DOCUMENTS)[None], ids_of(8, 3)], dim=1)
@@ -69,3 +73,26 @@ def test_d17_a_4bit_model_computes_in_its_compute_dtype():
         model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantised, dtype=torch.float16)
     chunk = prefill(model, DOCUMENTS, progress=False)[0]
     assert {t.dtype for t in (*chunk.keys, *chunk.values)} == {torch.float16}
+
+
+@pytest.mark.parametrize("codec", ["raw", *CODECS])
+@pytest.mark.parametrize("dtype", READERS)
+def test_d17_a_file_of_another_dtype_is_a_counted_miss(codec, dtype):
+    """A file comes back in the dtype that it was written in, never in the reader's."""
+    writer = attach(model_of(dtype=WRITER))
+    chunks, settings = prefill(writer, DOCUMENTS, progress=False), {}
+    if codec != "raw":
+        shapes = tuple(LayerShape(*sizes) for sizes in attachment_of(writer).facts.sizes)
+        settings = {"profile": profile_of(codec, shapes), "level": 8}
+    files = [encode_chunk(chunk, get_codec(codec, **settings)) for chunk in chunks]
+    read = [decode_chunk(file, profiles=lambda _: settings["profile"]) for file in files]
+    assert {t.dtype for chunk in read for t in (*chunk.keys, *chunk.values)} == {WRITER}
+    cache = BlendedCache(read)
+    forward(writer, PROMPT, cache)
+    assert not cache.report.misses
+    model = attach(model_of(dtype=dtype))
+    cache = BlendedCache(read)
+    run = forward(model, PROMPT, cache)
+    assert sum(cache.report.misses.values()) == 60
+    assert {t.dtype for la in cache.layers for t in (la.keys, la.values)} == {dtype}
+    assert_same_run(run, forward(model, PROMPT), 1e-4 if dtype == torch.float32 else 5e-3)

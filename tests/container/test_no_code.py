@@ -5,6 +5,8 @@ import io
 import pickle
 import sys
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +21,28 @@ from tests.chunks import make_chunk
 PACKAGE = Path(blendkv.__file__).parent
 FORBIDDEN = {"pickle", "cPickle", "_pickle", "marshal", "dill", "cloudpickle", "joblib", "shelve"}
 SEEN: list[str] = []
-_WATCHING = False
+WATCHED = {"pickle.find_class", "exec", "os.system", "subprocess.Popen", "marshal.loads", "socket.bind"}
+_WATCHING, _HOOKED = False, []
 
 
 def _hook(event: str, args: tuple) -> None:
-    if _WATCHING and event in {"pickle.find_class", "exec", "os.system", "subprocess.Popen", "marshal.loads"}:
+    if _WATCHING and event in WATCHED:
         SEEN.append(event)
+
+
+@contextmanager
+def watch() -> Iterator[list[str]]:
+    """What Python ran meanwhile that it must not; hooks stay, so there is one."""
+    global _WATCHING
+    if not _HOOKED:
+        sys.addaudithook(_hook)
+        _HOOKED.append(True)
+    SEEN.clear()
+    _WATCHING = True
+    try:
+        yield SEEN
+    finally:
+        _WATCHING = False
 
 
 class Canary:
@@ -50,7 +68,7 @@ def _saved(save, value) -> bytes:
     return file.getvalue()
 
 
-def _payloads(path: Path) -> dict[str, bytes]:
+def payloads_of(path: Path) -> dict[str, bytes]:
     canary = Canary(path)
     pickled, good = pickle.dumps(canary), encode_chunk(make_chunk())
     zipped = _zip(pickled)
@@ -71,35 +89,23 @@ def _payloads(path: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("how", ["bytes", "path", "file"])
 def test_canaries_do_not_sing(tmp_path, how):
-    global _WATCHING
     canary, path = tmp_path / "canary", tmp_path / "entry"
-    payloads = _payloads(canary)
-    sys.addaudithook(_hook)
+    payloads = payloads_of(canary)
     for name, data in payloads.items():
         path.write_bytes(data)
         source = {"bytes": data, "path": path, "file": io.BytesIO(data)}[how]
-        _WATCHING = True
-        try:
-            with pytest.raises(ChunkFileError):
-                decode_chunk(source)
-        finally:
-            _WATCHING = False
+        with watch() as seen, pytest.raises(ChunkFileError):
+            decode_chunk(source)
         assert not canary.exists(), name
-        assert not SEEN, name
+        assert not seen, name
     pickle.loads(payloads["pickle"])
     assert canary.exists()  # it would have
 
 
 def test_the_watch_sees_something():
-    global _WATCHING
-    sys.addaudithook(_hook)
-    _WATCHING = True
-    try:
+    with watch() as seen:
         pickle.loads(pickle.dumps(Path))
-    finally:
-        _WATCHING = False
-    assert SEEN.pop() == "pickle.find_class"
-    SEEN.clear()
+    assert seen == ["pickle.find_class"]
 
 
 def forbidden(source: str) -> list[str]:
