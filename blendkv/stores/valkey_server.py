@@ -1,0 +1,215 @@
+"""One Valkey or Redis server: commands out, replies in, never longer than there is time for."""
+
+from __future__ import annotations
+
+import functools
+import socket
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from blendkv.stores.breaker import Breaker
+from blendkv.stores.deadline import deadline, remaining
+
+try:
+    import redis
+    from redis import exceptions as errors
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+except ImportError as error:  # pragma: no cover
+    raise ImportError("a Valkey or Redis store needs redis-py: pip install 'blendkv[redis]'") from error
+
+WINDOW_BYTES = 32 << 20
+"""Most bytes under way in one connection: a server holds the replies that nobody has read in its own memory."""
+
+
+class Ask(NamedTuple):
+    """A command, and what may come back.
+
+    Attributes:
+        name: the key that decides which server is asked.
+        args: the command.
+        kinds: types of reply; another one means that this is not the conversation we think it is.
+        weight: bytes that travel, about.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kinds: tuple[type, ...] = (bytes,)
+    weight: int = 0
+
+
+class Unavailable(Exception):
+    """A server was not asked; the argument says why, in a word."""
+
+
+class TimedSocket:
+    """A socket of which every call ends within what remains of the deadline, however slowly bytes trickle."""
+
+    def __init__(self, sock: socket.socket, silence: float) -> None:
+        self._sock, self._silence = sock, silence
+
+    def _arm(self) -> None:
+        left = remaining(self._silence)
+        if left <= 0:
+            raise TimeoutError("the deadline has passed")
+        self._sock.settimeout(left)
+
+    def recv_into(self, *args: Any) -> int:
+        """As of a socket."""
+        self._arm()
+        return self._sock.recv_into(*args)
+
+    def recv(self, *args: Any) -> bytes:
+        """As of a socket."""
+        self._arm()
+        return self._sock.recv(*args)
+
+    def sendall(self, data: Any) -> None:
+        """As of a socket, with the clock looked at between parts."""
+        view, at = memoryview(data).cast("B"), 0
+        while at < len(view):
+            self._arm()
+            at += self._sock.send(view[at : at + (1 << 20)])
+
+    def settimeout(self, seconds: float | None) -> None:
+        """Nothing: the deadline decides."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)
+
+
+class _Timed:
+    """Mixed into a connection class of redis-py."""
+
+    _socket_timeout: float
+    _socket_connect_timeout: float
+
+    def _connect(self) -> TimedSocket:
+        return TimedSocket(super()._connect(), self._socket_timeout)  # ty: ignore[missing-attribute]
+
+    @property
+    def socket_timeout(self) -> float:
+        return max(remaining(self._socket_timeout), 1e-3)  # zero would mean: do not block
+
+    @property
+    def socket_connect_timeout(self) -> float:
+        return max(remaining(self._socket_connect_timeout), 1e-3)
+
+
+@functools.cache
+def timed(connection_class: type) -> type:
+    """That class, with sockets that keep to the deadline."""
+    return type(f"Timed{connection_class.__name__}", (_Timed, connection_class), {})
+
+
+class Server:
+    """Connections to one server, and whether it is worth asking.
+
+    Args:
+        settings: arguments of a connection of redis-py, with `connection_class` if it is not plain TCP.
+        connect_timeout: most seconds to connect.
+        read_timeout: longest silence in a conversation.
+    """
+
+    def __init__(self, settings: dict[str, Any], connect_timeout: float, read_timeout: float) -> None:
+        self.host, self.port = settings.get("host", "localhost"), int(settings.get("port", 6379))
+        self.breaker = Breaker()
+        self._patience = connect_timeout + read_timeout
+        settings = {
+            **settings,
+            "connection_class": timed(settings.get("connection_class", redis.Connection)),
+            "socket_connect_timeout": connect_timeout,
+            "socket_timeout": read_timeout,
+            "retry": Retry(NoBackoff(), 0),
+            "protocol": 2,
+            "driver_info": None,
+            "socket_read_size": 1 << 18,
+            "max_connections": 1024,
+        }
+        self._pool = redis.ConnectionPool(**settings)
+
+    def exchange(self, asks: Sequence[Ask]) -> list[Any]:
+        """Replies in order, of which any may be an exception; one round trip, if all fits under `WINDOW_BYTES`."""
+        if self.breaker.state != "closed":
+            return [Unavailable("breaker")] * len(asks)
+        if remaining(1.0) <= 0:
+            return [Unavailable("deadline")] * len(asks)
+        return self._exchange(asks)
+
+    def probe(self) -> bool:
+        """One PING past the breaker, which learns from it."""
+        with deadline(self._patience):
+            return self._exchange([Ask("", ("PING",))]) == [b"PONG"]
+
+    def _exchange(self, asks: Sequence[Ask]) -> list[Any]:
+        replies: list[Any] = []
+        try:
+            connection = self._pool.get_connection()
+        except Exception as error:
+            self.breaker.failed()
+            return [error.with_traceback(None)] * len(asks)
+        try:
+            self._converse(connection, asks, replies)
+            self.breaker.succeeded()
+        except Exception as error:  # whatever it was: this connection may have half a reply in it
+            connection.disconnect()
+            self.breaker.failed()
+            replies += [error.with_traceback(None)] * (len(asks) - len(replies))
+        except BaseException:
+            connection.disconnect()
+            raise
+        finally:
+            self._pool.release(connection)
+        return replies
+
+    @staticmethod
+    def _converse(connection: Any, asks: Sequence[Ask], replies: list[Any]) -> None:
+        sent = under_way = 0
+        for ask in asks:
+            batch = []
+            while sent < len(asks) and (under_way == 0 or under_way + asks[sent].weight <= WINDOW_BYTES):
+                batch.append(asks[sent].args)
+                under_way += asks[sent].weight
+                sent += 1
+            if batch:
+                connection.send_packed_command(connection.pack_commands(batch), check_health=False)
+            try:
+                reply = connection.read_response(disable_decoding=True)
+            except errors.ResponseError as error:
+                reply = error
+            else:
+                if not isinstance(reply, ask.kinds):
+                    raise errors.InvalidResponse(f"{ask.args[0]} was answered by {type(reply).__name__}")
+            under_way -= ask.weight
+            replies.append(reply)
+
+    def close(self) -> None:
+        """Closes connections."""
+        self._pool.disconnect()
+
+
+_WORDS = (
+    (errors.AuthenticationError, "auth"),
+    (errors.BusyLoadingError, "loading"),
+    (errors.TimeoutError, "timeout"),
+    (TimeoutError, "timeout"),
+    (errors.InvalidResponse, "protocol"),
+    (errors.ReadOnlyError, "readonly"),
+    (errors.OutOfMemoryError, "oom"),
+    (errors.NoPermissionError, "permission"),
+    (errors.ConnectionError, "connection"),
+    (OSError, "connection"),
+)
+
+
+def why(error: BaseException) -> str:
+    """A short word for counters: `timeout`, `connection`, `breaker`, `oom`, ...; else an error's first."""
+    if isinstance(error, Unavailable):
+        return str(error)
+    for kind, word in _WORDS:
+        if isinstance(error, kind):
+            return word
+    if isinstance(error, errors.ResponseError):
+        first = error.status_code or str(error).split(" ", 1)[0]
+        return first.lower() if first.isalpha() and first.isupper() else "refused"
+    return "error"
