@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from blendkv.stores.breaker import Breaker
 from blendkv.stores.deadline import deadline, remaining
+from blendkv.stores.resp import Replies
 
 try:
     import redis
@@ -84,8 +85,11 @@ class _Timed:
     _socket_timeout: float
     _socket_connect_timeout: float
 
+    timed: TimedSocket
+
     def _connect(self) -> TimedSocket:
-        return TimedSocket(super()._connect(), self._socket_timeout)  # ty: ignore[missing-attribute]
+        self.timed = TimedSocket(super()._connect(), self._socket_timeout)  # ty: ignore[missing-attribute]
+        return self.timed
 
     @property
     def socket_timeout(self) -> float:
@@ -123,7 +127,6 @@ class Server:
             "retry": Retry(NoBackoff(), 0),
             "protocol": 2,
             "driver_info": None,
-            "socket_read_size": 1 << 18,
             "max_connections": 1024,
         }
         self._pool = redis.ConnectionPool(**settings)
@@ -164,7 +167,7 @@ class Server:
 
     @staticmethod
     def _converse(connection: Any, asks: Sequence[Ask], replies: list[Any]) -> None:
-        sent = under_way = 0
+        heard, sent, under_way = Replies(connection.timed), 0, 0
         for ask in asks:
             batch = []
             while sent < len(asks) and (under_way == 0 or under_way + asks[sent].weight <= WINDOW_BYTES):
@@ -173,15 +176,10 @@ class Server:
                 sent += 1
             if batch:
                 connection.send_packed_command(connection.pack_commands(batch), check_health=False)
-            try:
-                reply = connection.read_response(disable_decoding=True)
-            except errors.ResponseError as error:
-                reply = error
-            else:
-                if not isinstance(reply, ask.kinds):
-                    raise errors.InvalidResponse(f"{ask.args[0]} was answered by {type(reply).__name__}")
+            replies.append(heard.read(ask.kinds, ask.weight))
             under_way -= ask.weight
-            replies.append(reply)
+        if heard.rest:
+            raise errors.InvalidResponse("more replies than questions")
 
     def close(self) -> None:
         """Closes connections."""

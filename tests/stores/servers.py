@@ -12,7 +12,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import redis
 from redis.backoff import NoBackoff
@@ -47,7 +46,7 @@ class Server:
         return self
 
     def client(self, **settings) -> redis.Redis:
-        settings = {"socket_timeout": 5, "retry": Retry(NoBackoff(), 0), **settings}
+        settings = {"socket_timeout": 5, "protocol": 2, "retry": Retry(NoBackoff(), 0), **settings}
         return redis.Redis(port=self.port, **settings)
 
     def tell(self, *command, **settings):
@@ -55,9 +54,31 @@ class Server:
             return client.execute_command(*command)
 
     def answers(self) -> bool:
-        with contextlib.suppress(redis.ConnectionError, redis.TimeoutError):
-            return self.tell("PING")
-        return False
+        try:
+            return bool(self.tell("PING"))
+        except redis.AuthenticationError:
+            return True
+        except (redis.ConnectionError, redis.TimeoutError):
+            return False
+
+    def info(self, section: str) -> bytes:
+        """Lines as they come."""
+        return self._lines("INFO", section)
+
+    def nodes(self) -> bytes:
+        return self._lines("CLUSTER", "NODES")
+
+    def well(self) -> bool:
+        return b"cluster_state:ok" in self._lines("CLUSTER", "INFO")
+
+    def _lines(self, *command: str) -> bytes:
+        with self.client() as client:
+            connection = client.connection_pool.get_connection()
+            try:
+                connection.send_command(*command)
+                return bytes(connection.read_response())
+            finally:
+                client.connection_pool.release(connection)
 
     def pause(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
@@ -66,6 +87,7 @@ class Server:
         self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
+        """SIGKILL."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -85,6 +107,7 @@ class Proxy:
     Attributes:
         cut: after so many more bytes to clients, `on_cut` is called and the connection closed; None never.
         reset: close with RST.
+        garble: what becomes of bytes to clients.
         rate: bytes a second to clients; None as fast as they come, 0 none.
         connections: accepted so far.
         trips: times that the talk went from the server back to a client.
@@ -96,6 +119,7 @@ class Proxy:
         self.on_cut: Callable[[], None] = lambda: None
         self.rate: float | None = None
         self.reset = False
+        self.garble: Callable[[bytes], bytes] | None = None
         self.connections = self.trips = self.sent = 0
         self._target, self._open = port, set()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
@@ -127,8 +151,7 @@ class Proxy:
     def _up(self, client: socket.socket, server: socket.socket, turn: list[str]) -> None:
         with contextlib.suppress(OSError):
             while data := client.recv(1 << 18):
-                if turn[0] != "up":
-                    turn[0] = "up"
+                turn[0] = "up"
                 server.sendall(data)
         self._end(client, server)
 
@@ -138,6 +161,8 @@ class Proxy:
                 if turn[0] == "up":
                     turn[0] = "down"
                     self.trips += 1
+                if self.garble is not None:
+                    data = self.garble(data)
                 while data:
                     if self.rate == 0:
                         time.sleep(0.01)
@@ -230,12 +255,12 @@ def cluster(count: int = 3, replicas: int = 1, timeout_ms: int = 2000) -> list[S
         first.tell("CLUSTER", "MEET", "127.0.0.1", other.port, bus(other))
     for number, server in enumerate(servers[:count]):
         server.tell("CLUSTER", "ADDSLOTSRANGE", number * 16384 // count, (number + 1) * 16384 // count - 1)
-    until(lambda: all(known(server) == len(servers) for server in servers), 20)
+    until(lambda: all(server.nodes().count(b" connected") == len(servers) for server in servers), 20)
     for number, server in enumerate(servers[count:]):
         identity = servers[number % count].tell("CLUSTER", "MYID").decode()
         server.tell("CLUSTER", "REPLICATE", identity)
-    until(lambda: all(well(server) for server in servers), 20)
-    until(lambda: all(b"master_link_status:up" in raw(server, "replication") for server in servers[count:]), 20)
+    until(lambda: all(server.well() for server in servers), 20)
+    until(lambda: all(b"master_link_status:up" in server.info("replication") for server in servers[count:]), 20)
     return servers
 
 
@@ -251,33 +276,6 @@ def bus(server: Server) -> int:
     return int(server.args[server.args.index("--cluster-port") + 1])
 
 
-def raw(server: Server, section: str) -> bytes:
-    with server.client() as client:
-        connection = client.connection_pool.get_connection()
-        connection.send_command("INFO", section)
-        reply = connection.read_response()
-        client.connection_pool.release(connection)
-        return reply if isinstance(reply, bytes) else str(reply).encode()
-
-
-def info(server: Server) -> dict[str, str]:
-    reply = server.tell("CLUSTER", "INFO")
-    if isinstance(reply, dict):
-        return reply
-    return dict(line.split(":") for line in reply.decode().split())
-
-
-def known(server: Server) -> int:
-    return int(info(server)["cluster_known_nodes"])
-
-
-def well(server: Server) -> bool:
-    return info(server)["cluster_state"] == "ok"
-
-
 def clean(servers: list[Server]) -> None:
     for server in servers:
         server.__exit__()
-
-
-__all__ = ["BINARY", "Path", "Proxy", "Server", "answering", "clean", "cluster", "free_port", "member", "until"]
