@@ -15,11 +15,11 @@ codecs.base codecs.raw codecs.profile codecs.protect codecs.statistics codecs.tr
 codecs.fitting codecs _compat compiling flops report kernels.table chunk weights rope kernels.naive kernels.placing
 kernels.rows kernels.rans kernels.mass kernels.attention kernels prompt selectors.base selectors.static
 selectors.deviation selectors stores.base stores.deadline stores.breaker stores.resp stores.valkey_server
-stores.valkey_servers stores.valkey_url stores.valkey stores.pool stores attention cache facts plan buffers waits
-graphs norms blend decoding attachment hooks learning proof attaching layout prefilling chunkfile library texts trials
-calibrating models testing passages bench bench.measure bench.tasks bench.methods bench.shapes bench.prompts
-bench.gates bench.decode bench.memory bench.results bench.kernels bench.coding bench.ttft bench.table bench.plot
-bench.quality verify families survey guide demo _console cli
+stores.valkey_servers stores.valkey_url stores.valkey stores.catalog stores.valkey_centre stores.pool stores attention
+cache facts plan buffers waits graphs norms blend decoding attachment hooks learning proof attaching layout prefilling
+chunkfile library texts trials calibrating models testing passages bench bench.measure bench.tasks bench.methods
+bench.shapes bench.prompts bench.gates bench.decode bench.memory bench.results bench.kernels bench.coding bench.ttft
+bench.table bench.plot bench.quality verify families survey guide demo _console cli
 """
 ORDER = _ORDER.split()
 

@@ -67,20 +67,20 @@ class Replies:
         if kind == b"$" and bytes in kinds and 0 <= number <= max(most, SMALL):
             return self._bulk(number)
         if kind == b"*" and list in kinds and 0 <= number <= SMALL:
-            return [self._element(depth=1) for _ in range(number)]
+            return [self._element(max(most, SMALL), 1) for _ in range(number)]
         raise InvalidResponse(f"not a reply to what was asked: {line[:20]!r}")
 
-    def _element(self, depth: int) -> Any:
+    def _element(self, most: int, depth: int) -> Any:
         line = self._line()
         kind, number = line[:1], self._number(line[1:]) if line[:1] in b"$:*" else 0
         if kind == b"+":
             return line[1:]
         if kind == b":":
             return number
-        if kind == b"$" and -1 <= number <= SMALL:
+        if kind == b"$" and -1 <= number <= most:
             return None if number < 0 else self._bulk(number)
         if kind == b"*" and 0 <= number <= SMALL and depth < 4:
-            return [self._element(depth + 1) for _ in range(number)]
+            return [self._element(most, depth + 1) for _ in range(number)]
         raise InvalidResponse(f"not part of a reply: {line[:20]!r}")
 
     @staticmethod

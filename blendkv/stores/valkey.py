@@ -24,13 +24,14 @@ from blendkv.stores.valkey_servers import Servers
 from blendkv.stores.valkey_url import of_client, parse
 
 PIECE_BYTES = 4 << 20
+MAX_PIECE = 256 << 20
 MAX_BYTES = 16 << 30
 """Entries above are refused: nobody's chunk is that large, so a manifest that says so is wrong."""
 UNFINISHED_SECONDS = 3600
 """How long pieces stay without a manifest, after a writer died."""
 REMEMBERED = 4096
 """Manifests that a store remembers, for ranged reads of one round trip."""
-_KEY = re.compile(r"[0-9a-f]{1,128}")
+_KEY = re.compile(r"[0-9a-f]{64}")
 _MANIFEST = re.compile(rb"blendkv1 (\d{1,11}) (\d{1,9}) ([0-9a-f]{16})")
 
 
@@ -46,7 +47,7 @@ class _Entry(NamedTuple):
     def parse(cls, line: Any) -> _Entry | None:
         found = _MANIFEST.fullmatch(line) if isinstance(line, bytes) else None
         entry = cls(int(found[1]), int(found[2]), found[3].decode()) if found else None
-        return entry if entry and entry.size <= MAX_BYTES and entry.piece >= 1024 else None
+        return entry if entry and entry.size <= MAX_BYTES and 1024 <= entry.piece <= MAX_PIECE else None
 
     @property
     def pieces(self) -> int:
@@ -102,7 +103,7 @@ class ValkeyStore:
             raise ValueError("give a client of redis-py or a URL, one of the two")
         if not re.fullmatch(r"[\w.:/-]{1,64}", prefix, re.ASCII):
             raise ValueError(f"prefix={prefix!r}: 1 to 64 letters, digits and . : / - _")
-        if not 1024 <= piece_bytes <= 1 << 28:
+        if not 1024 <= piece_bytes <= MAX_PIECE:
             raise ValueError(f"piece_bytes={piece_bytes}: give 1 KiB to 256 MiB (4 MiB is a good size)")
         if ttl is not None and not 1 <= ttl <= 1e9:
             raise ValueError(f"ttl={ttl}: give seconds, at least 1, or None")

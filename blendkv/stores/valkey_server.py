@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import socket
-from collections.abc import Sequence
+import ssl
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from blendkv.stores.breaker import Breaker
@@ -71,6 +73,11 @@ class TimedSocket:
         while at < len(view):
             self._arm()
             at += self._sock.send(view[at : at + (1 << 20)])
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes that TLS has decrypted and nobody has read."""
+        return self._sock.pending() if isinstance(self._sock, ssl.SSLSocket) else 0
 
     def settimeout(self, seconds: float | None) -> None:
         """Nothing: the deadline decides."""
@@ -143,6 +150,16 @@ class Server:
         """One PING past the breaker, which learns from it."""
         with deadline(self._patience):
             return self._exchange([Ask("", ("PING",))]) == [b"PONG"]
+
+    @contextmanager
+    def connection(self) -> Generator[Any]:
+        """A connection that nobody else uses, closed at the end."""
+        connection = self._pool.get_connection()
+        try:
+            yield connection
+        finally:
+            connection.disconnect()
+            self._pool.release(connection)
 
     def _exchange(self, asks: Sequence[Ask]) -> list[Any]:
         replies: list[Any] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import shutil
 import signal
@@ -33,6 +34,7 @@ class Server:
         self.port, self.args = port or free_port(), args
         self.folder = tempfile.mkdtemp(prefix="blendkv-valkey-")
         self.process: subprocess.Popen | None = None
+        atexit.register(self.__exit__)
 
     @property
     def url(self) -> str:
@@ -94,9 +96,10 @@ class Server:
             self.process = None
 
     def __enter__(self) -> Server:
-        return self.start()
+        return self if self.process else self.start()
 
     def __exit__(self, *exc) -> None:
+        atexit.unregister(self.__exit__)
         self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
