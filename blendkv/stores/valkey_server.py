@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
+import select
 import socket
 import ssl
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from blendkv.stores.breaker import Breaker
@@ -79,6 +81,13 @@ class TimedSocket:
         """Bytes that TLS has decrypted and nobody has read."""
         return self._sock.pending() if isinstance(self._sock, ssl.SSLSocket) else 0
 
+    @property
+    def quiet(self) -> bool:
+        """Whether there is nothing to read, not even an end."""
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN)
+        return not self.pending_bytes and not poller.poll(0)
+
     def settimeout(self, seconds: float | None) -> None:
         """Nothing: the deadline decides."""
 
@@ -107,10 +116,27 @@ class _Timed:
         return max(remaining(self._socket_connect_timeout), 1e-3)
 
 
+class _PatientSocket(socket.socket):
+    """TLS asks a socket how long its handshake may take after reading certificates, which takes long itself."""
+
+    def gettimeout(self) -> float:
+        return max(remaining(super().gettimeout() or 0.0), 1e-3)
+
+
+class _BelowTLS(redis.Connection):
+    def _connect(self) -> socket.socket:
+        plain = super()._connect()
+        timeout = plain.gettimeout()
+        sock = _PatientSocket(plain.family, plain.type, plain.proto, plain.detach())
+        sock.settimeout(timeout)
+        return sock
+
+
 @functools.cache
 def timed(connection_class: type) -> type:
     """That class, with sockets that keep to the deadline."""
-    return type(f"Timed{connection_class.__name__}", (_Timed, connection_class), {})
+    below = (_BelowTLS,) if issubclass(connection_class, redis.SSLConnection) else ()
+    return type(f"Timed{connection_class.__name__}", (_Timed, connection_class, *below), {})
 
 
 class Server:
@@ -125,18 +151,19 @@ class Server:
     def __init__(self, settings: dict[str, Any], connect_timeout: float, read_timeout: float) -> None:
         self.host, self.port = settings.get("host", "localhost"), int(settings.get("port", 6379))
         self.breaker = Breaker()
-        self._patience = connect_timeout + read_timeout
-        settings = {
-            **settings,
-            "connection_class": timed(settings.get("connection_class", redis.Connection)),
+        self._patience = min(connect_timeout + read_timeout, 1.5)  # to be back within two seconds
+        away = ("host", "port") if "path" in settings else ()
+        self._settings = {name: value for name, value in settings.items() if name not in away}
+        self._settings |= {
             "socket_connect_timeout": connect_timeout,
             "socket_timeout": read_timeout,
             "retry": Retry(NoBackoff(), 0),
             "protocol": 2,
             "driver_info": None,
-            "max_connections": 1024,
         }
-        self._pool = redis.ConnectionPool(**settings)
+        self._make = timed(self._settings.pop("connection_class", redis.Connection))
+        self._free: list[Any] = []
+        self._pid = os.getpid()
 
     def exchange(self, asks: Sequence[Ask]) -> list[Any]:
         """Replies in order, of which any may be an exception; one round trip, if all fits under `WINDOW_BYTES`."""
@@ -154,22 +181,40 @@ class Server:
     @contextmanager
     def connection(self) -> Generator[Any]:
         """A connection that nobody else uses, closed at the end."""
-        connection = self._pool.get_connection()
+        connection = self._make(**self._settings)
         try:
+            connection.connect()
             yield connection
         finally:
             connection.disconnect()
-            self._pool.release(connection)
+
+    def _take(self) -> Any:
+        """A connection on which nothing waits to be read, as it would if it were closed or out of step; or a new one.
+
+        Pools of redis-py ask that of new ones too, where session tickets of TLS are enough to refuse them.
+        """
+        if self._pid != os.getpid():  # these are our parent's
+            self._free, self._pid = [], os.getpid()
+        while self._free:
+            with suppress(IndexError):
+                connection = self._free.pop()
+                if connection.timed.quiet:
+                    return connection
+                connection.disconnect()
+        connection = self._make(**self._settings)
+        connection.connect()
+        return connection
 
     def _exchange(self, asks: Sequence[Ask]) -> list[Any]:
         replies: list[Any] = []
         try:
-            connection = self._pool.get_connection()
+            connection = self._take()
         except Exception as error:
             self.breaker.failed()
             return [error.with_traceback(None)] * len(asks)
         try:
             self._converse(connection, asks, replies)
+            self._free.append(connection)
             self.breaker.succeeded()
         except Exception as error:  # whatever it was: this connection may have half a reply in it
             connection.disconnect()
@@ -178,8 +223,6 @@ class Server:
         except BaseException:
             connection.disconnect()
             raise
-        finally:
-            self._pool.release(connection)
         return replies
 
     @staticmethod
@@ -199,8 +242,10 @@ class Server:
             raise errors.InvalidResponse("more replies than questions")
 
     def close(self) -> None:
-        """Closes connections."""
-        self._pool.disconnect()
+        """Closes connections that are not in use."""
+        while self._free:
+            with suppress(IndexError):
+                self._free.pop().disconnect()
 
 
 _WORDS = (

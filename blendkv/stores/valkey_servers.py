@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -14,8 +15,10 @@ from redis.crc import key_slot
 
 from blendkv.errors import StoreError
 from blendkv.stores.deadline import deadline
-from blendkv.stores.valkey_server import Ask, Server, why
+from blendkv.stores.valkey_server import Ask, Server, Unavailable, why
 
+WORKERS = 32
+"""Most servers that are talked to at the same time, by all threads; they start when there is work for them."""
 REDIRECTS = 3
 """How often a command follows MOVED or ASK."""
 _ADVICE = {
@@ -47,7 +50,7 @@ class Servers:
         self._nodes: dict[tuple[str, int], Server] = {}
         self._seed = self._server(settings.get("host", "localhost"), int(settings.get("port", 6379)))
         self._slots: list[Server] = [self._seed] * 16384
-        self._threads = ThreadPoolExecutor(32, "blendkv-valkey")  # threads start when there is work for them
+        self._pid, self._threads = os.getpid(), ThreadPoolExecutor(WORKERS, "blendkv-valkey")
         self._watcher: threading.Thread | None = None
         self._stale, self._closed = False, threading.Event()
 
@@ -74,11 +77,15 @@ class Servers:
         self._wake()
 
     def nodes(self) -> list[Server]:
-        """The servers that own slots."""
+        """The servers that own slots; none once this is closed."""
+        if self._closed.is_set():
+            return []
         return list(dict.fromkeys(self._slots)) if self.cluster else [self._seed]
 
     def ask(self, asks: Sequence[Ask]) -> list[Any]:
         """Replies in order, of which any may be an exception. One round trip, unless slots are on the move."""
+        if self._closed.is_set():
+            return [Unavailable("closed")] * len(asks)
         replies: list[Any] = [None] * len(asks)
         todo: dict[Server, list[tuple[int, Ask]]] = {}
         for number, ask in enumerate(asks):
@@ -113,9 +120,14 @@ class Servers:
             return [answer for _, answer in kept]
 
         first, *rest = todo.items()
-        others = [(*item, self._threads.submit(copy_context().run, run, *item)) for item in rest]
+        others = [(*item, self._workers().submit(copy_context().run, run, *item)) for item in rest]
         answers = run(*first)
         return [(*first, answers), *((server, part, other.result()) for server, part, other in others)]
+
+    def _workers(self) -> ThreadPoolExecutor:
+        if self._pid != os.getpid():  # threads do not survive a fork
+            self._pid, self._threads = os.getpid(), ThreadPoolExecutor(WORKERS, "blendkv-valkey")
+        return self._threads
 
     def _owner(self, name: str) -> Server:
         return self._slots[key_slot(name.encode())] if self.cluster else self._seed
@@ -131,12 +143,17 @@ class Servers:
         reply = server.exchange([Ask("", ("CLUSTER", "SLOTS"), (list,))])[0]
         if isinstance(reply, Exception):  # no Cluster, or nobody may ask
             return not self.cluster and isinstance(reply, errors.ResponseError)
-        slots, owners = list(self._slots), set()
-        for first, last, (host, port, *_), *_ in reply:
-            owner = self._server((host or b"").decode().strip("?") or server.host, port)
-            slots[first : last + 1] = [owner] * (last + 1 - first)
-            owners.add(owner)
-        if not owners:
+        slots, found = list(self._slots), False
+        try:
+            for first, last, (host, port, *_), *_ in reply:
+                if not 0 <= first <= last < len(slots):
+                    return False
+                owner = self._server((host or b"").decode().strip("?") or server.host, int(port))
+                slots[first : last + 1] = [owner] * (last + 1 - first)
+                found = True
+        except (TypeError, ValueError, AttributeError):  # that is no map of slots
+            return False
+        if not found:
             return False
         self._slots, self.cluster = slots, True
         with self._lock:
@@ -156,12 +173,15 @@ class Servers:
         """Asks what is gone, and for the map of slots, once a second until all is well."""
         asked = 0.0
         while not self._closed.is_set():
-            with self._lock:
-                ill = [node for node in self._nodes.values() if node.breaker.state != "closed"]
-            ill = [node for node in ill if node in self._slots or node is self._seed]
-            for node in ill:
-                if node.breaker.allows():
-                    node.probe()
+            owners = self.nodes()
+            ill = [node for node in owners if node.breaker.state != "closed"]
+            if len(ill) == len(owners) and self._seed not in owners and self._seed.breaker.state != "closed":
+                ill.append(self._seed)  # all that we knew are gone: begin as at first
+            due = [node for node in ill if node.breaker.allows()]
+            for probe in [threading.Thread(target=node.probe, daemon=True) for node in due[1:]]:
+                probe.start()  # one that hangs must not keep the others waiting
+            if due:
+                due[0].probe()
             if (self._stale or ill) and time.monotonic() - asked >= 1.0:
                 asked, self._stale = time.monotonic(), False
                 self._stale = not self._relearn()
@@ -175,11 +195,8 @@ class Servers:
         for node in dict.fromkeys([*self._slots, self._seed]):
             if node.breaker.state == "closed":
                 with deadline(sum(self._timeouts)):
-                    try:
-                        if self._learn(node):
-                            return True
-                    except (TypeError, ValueError, AttributeError):  # a reply that makes no sense
-                        continue
+                    if self._learn(node):
+                        return True
         return False
 
     def close(self) -> None:

@@ -3,8 +3,11 @@
 import hashlib
 import os
 import random
+import shutil
+import subprocess
 import threading
 import time
+import warnings
 
 import pytest
 import redis
@@ -14,7 +17,7 @@ from blendkv.stores import Store, deadline
 from blendkv.stores.valkey import ValkeyStore
 from blendkv.stores.valkey_server import TimedSocket
 from blendkv.stores.valkey_url import parse
-from tests.stores.servers import BINARY, Server, answering, free_port
+from tests.stores.servers import BINARY, Proxy, Server, answering, free_port, until
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="no valkey-server or redis-server on this machine")
 PIECE = 4096
@@ -284,6 +287,84 @@ def test_opening_says_what_is_wrong():
         store.close()
     with answering(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port, pytest.raises(StoreError, match=r"protocol.*TLS"):
         ValkeyStore.from_url(f"redis://127.0.0.1:{port}")
+
+
+@pytest.fixture
+def tls(tmp_path):
+    """A server that speaks TLS with a certificate of its own making."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make a certificate")
+    key, cert = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    make += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert]
+    subprocess.run(make, check=True, capture_output=True)
+    port = free_port()
+    files = ["--tls-key-file", key, "--tls-cert-file", cert, "--tls-ca-cert-file", cert, "--tls-auth-clients", "no"]
+    with Server("--tls-port", str(port), *files) as server:
+        if not server.answers():
+            pytest.skip("the server was built without TLS")
+        yield port, cert
+
+
+def test_tls(tls):
+    port, cert = tls
+    store = ValkeyStore.from_url(f"rediss://127.0.0.1:{port}?ssl_ca_certs={cert}")
+    data = os.urandom(9 << 20)
+    assert store.put(key(1), data)
+    assert store.get(key(1)) == data
+    assert store.get_many([key(1), key(2)]) == {key(1): data}
+    assert store.get(key(1), 5, 50) == data[5:50]
+    store.close()
+    with Proxy(port) as proxy:
+        store = ValkeyStore.from_url(f"rediss://127.0.0.1:{proxy.port}?ssl_ca_certs={cert}")
+        assert store.get(key(1)) == data
+        proxy.rate = 1.0
+        for _ in range(3):
+            start = time.monotonic()
+            with deadline(0.25):
+                assert store.get(key(1)) is None
+            assert time.monotonic() - start < 0.275
+        proxy.rate = None
+        proxy.drop()
+        assert store.get(key(1)) == data
+        store.close()
+    with pytest.raises(StoreError, match="connection"):
+        ValkeyStore.from_url(f"rediss://127.0.0.1:{port}")  # nobody vouches for that certificate
+    with pytest.raises(StoreError, match=r"protocol|connection"):
+        ValkeyStore.from_url(f"redis://127.0.0.1:{port}")
+
+
+def test_a_closed_store_misses(server):
+    store = ValkeyStore.from_url(server.url)
+    store.close()
+    assert store.get(key(1)) is None
+    assert not store.put(key(1), b"data")
+    assert list(store.keys()) == []
+    store.close()
+
+
+def test_opened_without_asking(server):
+    store = ValkeyStore(url=server.url, check=False)
+    until(lambda: store.put(key(1), b"data"), 2)
+    assert store.get(key(1)) == b"data"
+    store.close()
+
+
+def test_after_a_fork(store):
+    store.put(key(1), b"data")
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads
+        child = os.fork()
+    if child == 0:
+        os.write(write, store.get(key(1)) or b"none")
+        os._exit(0)
+    assert store.get(key(1)) == b"data"
+    os.waitpid(child, 0)
+    assert os.read(read, 10) == b"data"
+    assert store.get(key(1)) == b"data"
+    os.close(read)
+    os.close(write)
 
 
 def test_a_deadline_that_has_passed_asks_nobody(store):
