@@ -38,7 +38,7 @@ class ValkeyCentre:
 
     One server, because only of the server that decides can a subscriber know that it has heard everything: it sends
     PING on the connection that announcements come on, and what was announced before comes before the answer. Its user
-    needs the commands EVAL, HGET, HSET, PUBLISH, SUBSCRIBE, TIME, PING and `&*` or the channel `prefix:names`.
+    needs `+eval +hget +hset +time +publish +subscribe +ping +cluster|slots ~prefix:names &prefix:names`.
 
     Args:
         url: as of `ValkeyStore.from_url`.

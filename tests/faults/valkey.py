@@ -316,7 +316,7 @@ def cluster_under_load(full: bool = False) -> dict:
         tally.check("not all stored", all(store.put(key, data) for key, data in entries.items()))
         load = _Load(tally, store, entries, threads=4 if full else 2)
         for name, event in (("kill", _kill), ("failover", _failover), ("slots moved", _move_slots)):
-            load.through(name, lambda event=event: event(servers, full), 30.0 if full else 10.0)
+            load.through(name, lambda event=event: event(servers, full), 30.0 if full else 6.0)
         load.stop()
         tally.notes["share of all reads that hit"] = round(load.hits / max(load.asked, 1), 4)
     finally:

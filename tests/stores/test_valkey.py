@@ -3,24 +3,29 @@
 import hashlib
 import os
 import random
+import re
 import shutil
 import subprocess
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import redis
 
 from blendkv.errors import StoreError
 from blendkv.stores import Store, deadline
+from blendkv.stores.catalog import Region
 from blendkv.stores.valkey import ValkeyStore
+from blendkv.stores.valkey_centre import ValkeyCentre
 from blendkv.stores.valkey_server import TimedSocket
 from blendkv.stores.valkey_url import parse
-from tests.stores.servers import BINARY, Proxy, Server, answering, free_port, until
+from tests.stores.servers import BINARY, Proxy, Server, answering, free_port, member, until
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="no valkey-server or redis-server on this machine")
 PIECE = 4096
+NAMES = "+eval +hget +hset +time +publish +subscribe +ping +cluster|slots"
 
 
 def key(name: object) -> str:
@@ -287,6 +292,80 @@ def test_opening_says_what_is_wrong():
         store.close()
     with answering(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port, pytest.raises(StoreError, match=r"protocol.*TLS"):
         ValkeyStore.from_url(f"redis://127.0.0.1:{port}")
+
+
+def test_the_rights_that_the_guide_lists_are_enough():
+    guide = (Path(__file__).parents[2] / "docs/guides/valkey.md").read_text()
+    rights = re.search(r"\| ACL \| `([^`]*)`", guide)[1].replace("\\|", "|").split()
+    with Server() as server:
+        server.tell("ACL", "SETUSER", "chunks", "on", ">secret", "-@all", *rights, "~blendkv:*")
+        store = ValkeyStore.from_url(f"redis://chunks:secret@127.0.0.1:{server.port}", piece_bytes=PIECE)
+        data = os.urandom(3 * PIECE)
+        assert store.put(key(1), data)
+        assert store.put(key(1), data)
+        assert store.get(key(1)) == data
+        assert list(store.keys()) == [key(1)]
+        store.delete(key(1))
+        assert server.tell("DBSIZE") == 0
+        assert not store.stats.faults
+        store.close()
+        other = ValkeyStore.from_url(f"redis://chunks:secret@127.0.0.1:{server.port}?prefix=other")
+        assert not other.put(key(1), data)
+        assert other.get(key(1)) is None
+        assert other.stats.faults == {"permission": 2}
+        other.close()
+        server.tell(
+            "ACL", "SETUSER", "names", "on", ">secret", "-@all", *NAMES.split(), "~blendkv:names", "&blendkv:names"
+        )
+        centre = ValkeyCentre(f"redis://names:secret@127.0.0.1:{server.port}")
+        region = Region(centre)
+        until(lambda: region.state.connected, 5)
+        assert region.put("a", [key(1)]).version == 1
+        assert region.get("a", force_latest=True).keys == (key(1),)
+        region.close()
+        centre.close()
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """A Cluster of one."""
+    with member() as server:
+        server.tell("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        until(server.well, 10)
+        yield server
+
+
+def test_a_cluster_is_found_out(alone, monkeypatch):
+    entries = {key(n): os.urandom(3 * PIECE) for n in range(64)}
+    for url in (alone.url, alone.url + "?cluster=true", alone.url.replace("redis:", "valkey+cluster:")):
+        store = ValkeyStore.from_url(url, piece_bytes=PIECE)
+        assert store._servers.cluster
+        assert all(store.put(name, data) for name, data in entries.items())
+        talk = Talk(monkeypatch)
+        assert talk.trips(lambda store=store: store.get_many(entries)) == (entries, 2)
+        assert sorted(store.keys()) == sorted(entries)
+        assert store.get(key(5), 10, 20) == entries[key(5)][10:20]
+        store.delete(key(5))
+        assert store.get(key(5)) is None
+        assert not store.stats.faults
+        store.close()
+    with redis.RedisCluster(host="127.0.0.1", port=alone.port) as client:
+        store = ValkeyStore(client, piece_bytes=PIECE)
+        assert store.get(key(6)) == entries[key(6)]
+        store.close()
+
+
+def test_a_slot_that_nobody_serves_is_a_miss(alone):
+    store = ValkeyStore.from_url(alone.url)
+    assert store.put(key(1), b"data")
+    alone.tell("CLUSTER", "DELSLOTS", alone.tell("CLUSTER", "KEYSLOT", "{" + key(1) + "}"))
+    assert store.get(key(1)) is None
+    assert not store.put(key(1), b"data")
+    assert set(store.stats.faults) <= {"clusterdown", "pieces"}
+    alone.tell("CLUSTER", "ADDSLOTS", alone.tell("CLUSTER", "KEYSLOT", "{" + key(1) + "}"))
+    until(lambda: store.put(key(1), b"data"), 5)
+    assert store.get(key(1)) == b"data"
+    store.close()
 
 
 @pytest.fixture
