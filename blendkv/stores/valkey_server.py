@@ -219,6 +219,8 @@ class Server:
         except Exception as error:  # whatever it was: this connection may have half a reply in it
             connection.disconnect()
             self.breaker.failed()
+            if isinstance(error, errors.InvalidResponse):
+                replies.clear()  # who talks nonsense now may have before
             replies += [error.with_traceback(None)] * (len(asks) - len(replies))
         except BaseException:
             connection.disconnect()

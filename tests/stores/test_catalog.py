@@ -104,6 +104,17 @@ def test_a_late_announcement_is_not_news_and_an_early_one_is():
     centre.centre.read = plain
 
 
+def test_what_comes_late_is_as_old_as_the_last_confirmation():
+    centre = Deaf()
+    region = Region(centre, delay=0.05)
+    centre.since = centre.as_of = time.monotonic()
+    old = centre.write("a", ["k1"])
+    centre.write("a", ["k2"])  # its announcement is on its way
+    time.sleep(0.06)
+    centre.heard(old)
+    assert region.get("a").keys == ("k2",)
+
+
 def test_a_centre_that_lost_its_names_is_believed_when_asked():
     centre = Deaf()
     region = Region(centre)

@@ -79,6 +79,14 @@ def test_nonsense_is_refused_at_once_and_takes_no_memory(data):
         tracemalloc.stop()
 
 
+def test_another_kind_of_reply_is_refused():
+    for data, kinds in ((b":1\r\n", BLOB), (b"$1\r\nx\r\n", (int,)), (b"$-1\r\n", (bytes,)), (b"+OK\r\n", (list,))):
+        with pytest.raises(InvalidResponse):
+            Replies(Wire(data, 100)).read(kinds)
+    with pytest.raises(InvalidResponse):
+        Replies(Wire(b"$70000\r\n", 100)).read(BLOB, 69_999)
+
+
 def test_random_damage_raises_nothing_else():
     draw = random.Random(0)
     good = b"$4\r\nabcd\r\n*2\r\n$1\r\n0\r\n*1\r\n:1\r\n-ERR no\r\n-MOVED 1 h:1\r\n+OK\r\n"

@@ -21,7 +21,7 @@ from blendkv.stores.valkey import ValkeyStore
 from blendkv.stores.valkey_centre import ValkeyCentre
 from blendkv.stores.valkey_server import TimedSocket
 from blendkv.stores.valkey_url import parse
-from tests.stores.servers import BINARY, Proxy, Server, answering, free_port, member, until
+from tests.stores.servers import BINARY, Proxy, Server, answering, bus, free_port, member, until
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="no valkey-server or redis-server on this machine")
 PIECE = 4096
@@ -366,6 +366,57 @@ def test_a_slot_that_nobody_serves_is_a_miss(alone):
     until(lambda: store.put(key(1), b"data"), 5)
     assert store.get(key(1)) == b"data"
     store.close()
+
+
+def test_slots_on_the_move_cost_a_redirect_and_no_miss():
+    with member() as old, member() as new:
+        old.tell("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        old.tell("CLUSTER", "MEET", "127.0.0.1", new.port, bus(new))
+        until(lambda: old.well() and new.well(), 10)
+        theirs, mine = old.tell("CLUSTER", "MYID"), new.tell("CLUSTER", "MYID")
+        until(lambda: mine in old.nodes() and theirs in new.nodes(), 10)
+        store, data = ValkeyStore.from_url(old.url, piece_bytes=PIECE), os.urandom(5 * PIECE)
+        store.put(key(1), data)
+        slot = old.tell("CLUSTER", "KEYSLOT", "{" + key(1) + "}")
+        new.tell("CLUSTER", "SETSLOT", slot, "IMPORTING", theirs)
+        old.tell("CLUSTER", "SETSLOT", slot, "MIGRATING", mine)
+        names = old.tell("CLUSTER", "GETKEYSINSLOT", slot, 100)
+        assert len(names) == 6
+        for name in names:
+            old.tell("MIGRATE", "127.0.0.1", new.port, name, 0, 5000)
+            assert store.get(key(1)) == data  # ASK, for those that went
+            assert store.get_many([key(1)]) == {key(1): data}
+        for server in (new, old):
+            server.tell("CLUSTER", "SETSLOT", slot, "NODE", mine)
+        assert store.get(key(1)) == data  # MOVED
+        assert store.put(key(1), data[:PIECE])
+        assert store.get(key(1)) == data[:PIECE]
+        assert not store.stats.faults
+        store.close()
+
+
+def test_an_answer_that_comes_late_answers_nothing_else(server):
+    with Proxy(server.port) as proxy:
+        store = ValkeyStore.from_url(proxy.url)
+        values = {key(n): bytes([n]) * 5000 for n in range(4)}
+        for name, data in values.items():
+            store.put(name, data)
+        for late in (1, 2, 3):
+            proxy.rate = 0.0
+            with deadline(0.05):
+                assert store.get(key(late)) is None
+            timer = threading.Timer(0.05, lambda: setattr(proxy, "rate", None))
+            timer.start()
+            assert store.get(key(0)) in (values[key(0)], None)
+            timer.join()
+            assert store.get(key(0)) == values[key(0)]
+        assert store.stats.faults["timeout"] == 3
+        proxy.garble = lambda data: data + data
+        assert store.get(key(1), 0, 10) is None
+        proxy.garble = None
+        assert store.stats.faults["protocol"] == 1
+        assert store.get(key(2)) == values[key(2)]
+        store.close()
 
 
 @pytest.fixture
