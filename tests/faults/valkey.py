@@ -156,7 +156,7 @@ def one_server(full: bool = False) -> dict:
 
 
 def _paused(tally, store, server, proxy, one, full) -> None:
-    seconds, connections = 30.0 if full else 2.5, proxy.connections
+    seconds, connections = 30.0 if full else 1.5, proxy.connections
     server.pause()
     tally.down("a pause", store, one, seconds)
     tally.check("a storm of connections", proxy.connections - connections <= 5 + seconds + 1)
@@ -167,7 +167,7 @@ def _paused(tally, store, server, proxy, one, full) -> None:
 def _restarted(tally, store, server, proxy, one, full) -> None:
     ((key, data),) = one.items()
     server.kill()
-    tally.down("a restart", store, one, 2.5)
+    tally.down("a restart", store, one, 2.5 if full else 1.2)
     server.start()
     tally.notes["put back after a restart, s"] = round(until(lambda: tally.write(store, key, data), BACK), 2)
     tally.back("a restart", store, one)
@@ -176,7 +176,7 @@ def _restarted(tally, store, server, proxy, one, full) -> None:
 def _loading(tally, store, server, proxy, one, full) -> None:
     with server.client() as client:
         with client.pipeline() as pipe:
-            for number in range(1500):
+            for number in range(600):
                 pipe.set(f"filler:{number}", "x")
             pipe.execute()
         client.save()
@@ -284,7 +284,7 @@ def bad_network(full: bool = False) -> dict:
         tally.check("not stored", store.put(key, data))
         for rate, name in ((1.0, "1 byte/s"), (0.0, "a black hole")):
             proxy.rate = rate
-            tally.down(name, store, one, 10 if full else 2)
+            tally.down(name, store, one, 10 if full else 1.3)
             proxy.rate = None
             proxy.drop()
             tally.back(name, store, one)
