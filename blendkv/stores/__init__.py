@@ -40,10 +40,7 @@ _REMOTE = "blendkv.stores.remote:RemoteStore"
 _VALKEY = "blendkv.stores.valkey:ValkeyStore.from_url"
 _STORES = {
     "file": "blendkv.stores.disk:DiskStore.from_url",
-    "redis": _VALKEY,
-    "rediss": _VALKEY,
-    "valkey": _VALKEY,
-    "valkeys": _VALKEY,
+    **{scheme + kind: _VALKEY for scheme in ("redis", "rediss", "valkey", "valkeys") for kind in ("", "+cluster")},
     **dict.fromkeys(("s3", "http", "https", "hf", "gs", "abfs", "az", "sftp"), _REMOTE),
 }
 
@@ -77,7 +74,10 @@ def open_store(url: str, **options: Any) -> Store:
         if scheme not in remote.schemes():
             raise StoreError(f"{url}: unknown scheme {scheme!r}; a path, or one of {', '.join(store_schemes())}")
         opener = remote.RemoteStore
-    return opener(url, **options)
+    try:
+        return opener(url, **options)
+    except ValueError as error:
+        raise StoreError(f"{scheme}:// store: {error}") from error
 
 
 def store_schemes() -> list[str]:

@@ -6,6 +6,7 @@ import pytest
 
 from blendkv.stores import DiskStore, RemoteStore
 from blendkv.testing import StoreContract
+from tests.stores.servers import BINARY, Server
 
 
 class TestDisk(StoreContract):
@@ -32,3 +33,19 @@ class TestFilesByFsspec(StoreContract):
     @pytest.fixture
     def store(self, tmp_path):
         return RemoteStore(f"file://{tmp_path}/store")
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server() as server:
+        yield server
+
+
+@pytest.mark.skipif(BINARY is None, reason="no valkey-server or redis-server on this machine")
+class TestValkey(StoreContract):
+    @pytest.fixture
+    def store(self, server):
+        from blendkv.stores.valkey import ValkeyStore
+
+        server.tell("FLUSHALL")
+        return ValkeyStore.from_url(server.url)
