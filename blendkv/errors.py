@@ -32,3 +32,7 @@ class ChunkFileError(BlendError, ValueError):
     def __init__(self, message: str, *, reason: str = "header") -> None:
         super().__init__(message)
         self.reason = reason
+
+
+class StoreError(BlendError, OSError):
+    """A store could not be opened; the message says what to do. Later, whatever goes wrong is a counted miss."""

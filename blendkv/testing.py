@@ -1,4 +1,4 @@
-"""What tests need: tiny random models of many families and a tokenizer, made on the spot, without downloads."""
+"""What tests need: tiny random models of many families and a tokenizer, made on the spot; the contract of stores."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from blendkv.contract import StoreContract
+
+__all__ = ["FAMILIES", "REFUSED_FAMILIES", "VOCABULARY", "StoreContract", "byte_tokenizer", "tiny_model"]
 
 VOCABULARY = 512
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3", "mixtral", "qwen3_moe", "olmo2", "granite", "smollm3")

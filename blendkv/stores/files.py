@@ -1,0 +1,159 @@
+"""Files of a store: no links followed, short reads and writes finished, and one word for each kind of failure."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from io import FileIO
+from secrets import token_hex
+from typing import Self
+
+from blendkv.container.format import MAGIC, PRELUDE
+
+ABANDONED_S = 900
+"""A temporary file older than this has no writer, whatever its lock says."""
+_SAFE = os.O_CLOEXEC | os.O_NOFOLLOW
+_FAULTS = {
+    errno.ENOENT: "",
+    errno.ENOSPC: "full",
+    errno.EDQUOT: "full",
+    errno.EROFS: "readonly",
+    errno.EACCES: "denied",
+    errno.EPERM: "denied",
+    errno.ELOOP: "link",
+    errno.ENOTDIR: "folder",
+    errno.EISDIR: "folder",
+}
+
+
+def fault_of(error: OSError) -> str:
+    """A word for counters; none for a file that is not there."""
+    return _FAULTS.get(error.errno or 0, "io")
+
+
+@contextmanager
+def folder(path: str) -> Generator[int]:
+    """A descriptor of a folder, which is no link to one."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _SAFE)
+    try:
+        yield fd
+    finally:
+        with suppress(OSError):  # nothing was written through it
+            os.close(fd)
+
+
+def read_range(fd: int, start: int, stop: int) -> bytes:
+    """Bytes `[start, stop)` of a file, or fewer if it ends before."""
+    parts: list[bytes] = []
+    while start < stop and (part := os.pread(fd, stop - start, start)):
+        parts.append(part)
+        start += len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+@contextmanager
+def temporary(key: str, data: bytes, at: int, durable: bool) -> Generator[str]:
+    """Writes a file of its own beside the entries; gives its name, to be renamed. Nothing is left of it after an error.
+
+    It is locked as long as it has that name, so that no other process takes it for one whose writer died.
+    """
+    name = f"{key}.{os.getpid()}-{token_hex(4)}.tmp"
+    fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE, 0o600, dir_fd=at)
+    try:
+        with suppress(OSError):  # a file system without locks: temporary files are known by their age alone
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        view = memoryview(data).cast("B")
+        while view:
+            view = view[os.write(fd, view) :]
+        now = time.time_ns()
+        os.utime(fd, ns=(now, now))  # the kernel's own times are coarse
+        if durable:
+            os.fsync(fd)
+        os.close(os.dup(fd))  # NFS tells of failed writes when a descriptor is closed: before this is published
+        yield name
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name, dir_fd=at)
+        raise
+    finally:
+        with suppress(OSError):
+            os.close(fd)
+
+
+def sweep(name: str, at: int, locks: bool) -> None:
+    """Removes a temporary file that nobody writes any more, for it is old, or, if locks are asked, has none."""
+    with suppress(OSError):
+        fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | _SAFE, dir_fd=at)
+        try:
+            old = time.time() - os.fstat(fd).st_mtime > ABANDONED_S
+            if locks and not old:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if locks or old:
+                os.unlink(name, dir_fd=at)
+        finally:
+            os.close(fd)
+
+
+def make_folders(path: str) -> None:
+    """Makes a folder and those above it; what it makes is for this user only."""
+    if not os.path.isdir(path):
+        make_folders(os.path.dirname(path))
+        with suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+
+
+class DiskSource:
+    """An open entry. It stays readable when the entry is evicted, replaced or deleted.
+
+    Attributes:
+        size: bytes of the entry.
+    """
+
+    def __init__(self, file: FileIO, status: os.stat_result) -> None:
+        self._file, self._mode, self.size = file, status.st_mode, status.st_size
+
+    @classmethod
+    def open(cls, name: str, at: int) -> Self:
+        """The entry of that name; a pipe that somebody put there does not block."""
+        fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | _SAFE, dir_fd=at)
+        try:
+            status = os.fstat(fd)
+            return cls(FileIO(fd, "rb"), status)
+        except OSError:  # a folder, for one
+            os.close(fd)
+            raise
+
+    def read(self, start: int, length: int) -> bytes:
+        """Bytes `[start, start + length)`, or fewer at the end."""
+        return read_range(self._file.fileno(), start, min(start + length, self.size))
+
+    def close(self) -> None:
+        """Lets go of the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def fault(self) -> str:
+        """What shows at a glance that this is no entry: it is no file, or no chunk file of the length that it says."""
+        if not stat.S_ISREG(self._mode):
+            return "link"
+        head = self.read(0, PRELUDE.size)
+        if not head.startswith(MAGIC):
+            return ""
+        return "" if len(head) == PRELUDE.size and PRELUDE.unpack(head)[4] == self.size else "length"
+
+    def touch(self) -> int:
+        """Sets the time of the last use, where that may be done, and gives it, in ns."""
+        now = time.time_ns()
+        with suppress(OSError):  # a read-only file system, somebody else's file
+            os.utime(self._file.fileno(), ns=(now, now))
+        return now
