@@ -104,6 +104,7 @@ def calibrate(
             statistics.add_gradients(*_plain_gradients(state, gradients))
     about = {
         "model": name,
+        "fingerprint": state.facts.fingerprint,
         "passages": len(passages),
         "context": context,
         "continuation": continuation,
