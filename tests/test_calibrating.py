@@ -127,6 +127,9 @@ def test_what_cannot_be_calibrated(attached):
     for passages in ([], passages_of(1), passages_of(1) * 3, passages_of(4, CONTINUATION + 9)):
         with pytest.raises(ValueError, match="at least two"):
             calibrate(model, passages, continuation=CONTINUATION, progress=False)
+    for wrong in ({"protected": 65}, {"continuation": 0}, {"samples": 0}, {"unit_layers": -1}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))}="):
+            calibrate(attached(), passages_of(3), ["klt"], **wrong)
     with pytest.raises(ValueError, match="eval"):
         calibrated(attach(tiny_model("llama")).train())
 

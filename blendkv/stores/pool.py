@@ -124,7 +124,7 @@ class Pool:
         if self.stats.foreign:
             said.append(
                 f"{self.stats.foreign} chunks are of another model than the profile of {name}, or of the same in "
-                "another dtype: far more may be lost than was measured; make a profile of this model with `blendkv profile`"
+                "another dtype: far more may be lost than was measured; make one of this model (`blendkv profile`)"
             )
         return said
 
