@@ -83,6 +83,8 @@ def calibrate(
     for codec in codecs:
         if codec not in FITS:
             raise ValueError(f"codec {codec!r} has no profile; choose from {', '.join(FITS)}")
+    if torch.is_inference_mode_enabled():
+        raise ValueError("torch.inference_mode() leaves no gradients to learn from: calibrate outside of it")
     if protected not in PROTECTED:
         raise ValueError(f"protected={protected}: choose {PROTECTED[0]} to {PROTECTED[-1]} tokens")
     if continuation < 1 or samples < 1 or unit_layers < 0:

@@ -130,6 +130,8 @@ def test_what_cannot_be_calibrated(attached):
     for wrong in ({"protected": 65}, {"continuation": 0}, {"samples": 0}, {"unit_layers": -1}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))}="):
             calibrate(attached(), passages_of(3), ["klt"], **wrong)
+    with torch.inference_mode(), pytest.raises(ValueError, match="outside of it"):
+        calibrated(model)
     with pytest.raises(ValueError, match="eval"):
         calibrated(attach(tiny_model("llama")).train())
 
