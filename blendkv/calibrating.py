@@ -17,6 +17,7 @@ from blendkv.attachment import Attachment
 from blendkv.codecs import Profile, cachegen, fitting, get_codec
 from blendkv.codecs.cachegen import fit_cachegen
 from blendkv.codecs.fitting import fit_transform
+from blendkv.codecs.klt import PROTECTED
 from blendkv.codecs.statistics import ANCHOR_EVERY, JOINT, LayerShape, Statistics
 from blendkv.hooks import require_eval
 from blendkv.rope import Rotation, on_device
@@ -76,12 +77,21 @@ def calibrate(
         A profile for each codec.
 
     Raises:
-        ValueError: for unknown codecs, or passages that are too few or too short.
+        ValueError: for unknown codecs, numbers out of range, or passages that are too few or too short.
         UnsupportedModelError: if the model cannot be blended.
     """
     for codec in codecs:
         if codec not in FITS:
             raise ValueError(f"codec {codec!r} has no profile; choose from {', '.join(FITS)}")
+    if torch.is_inference_mode_enabled():
+        raise ValueError("torch.inference_mode() leaves no gradients to learn from: calibrate outside of it")
+    if protected not in PROTECTED:
+        raise ValueError(f"protected={protected}: choose {PROTECTED[0]} to {PROTECTED[-1]} tokens")
+    if continuation < 1 or samples < 1 or unit_layers < 0:
+        raise ValueError(
+            f"continuation={continuation}, samples={samples}, unit_layers={unit_layers}: give a token and a sample at "
+            "least, and no fewer than 0 layers"
+        )
     context = min((len(passage.ids) for passage in passages), default=0) - continuation
     held = passages[:: min(8, max(1, len(passages)))]
     counted = [passage for passage in passages if passage not in held]
@@ -104,6 +114,7 @@ def calibrate(
             statistics.add_gradients(*_plain_gradients(state, gradients))
     about = {
         "model": name,
+        "fingerprint": state.facts.fingerprint,
         "passages": len(passages),
         "context": context,
         "continuation": continuation,

@@ -70,7 +70,7 @@ def profile(
         if len(texts) * tokens < ENOUGH:
             typer.echo(
                 f"blendkv: {len(texts)} passages of {tokens} tokens are little to learn from: with fewer than "
-                f"{ENOUGH:,} tokens of context, codecs take more bits and lose more; give more --data",
+                f"{ENOUGH:,} tokens of context codecs take more bits, or lose more; give more --data",
                 err=True,
             )
         paths = {name: one.save(None if out is None else out / f"{name}.safetensors") for name, one in made.items()}

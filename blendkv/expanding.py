@@ -41,7 +41,8 @@ def decode_chunks(files: Sequence[ChunkFile], device: torch.device | str, *, pie
     device) are decoded by kernels, all in a few launches, waiting for the device once. Symbols and protected tokens
     are those of the CPU, exactly; keys and values are within a rounding of their dtype, but for `klt-xl` on CPUs that
     multiply bf16, which round more. The checksums of those files are not compared: `ChunkFile.verify` does that, once.
-    All others (`cachegen`, `raw`, two streams, without layer 0) are decoded on the CPU and copied.
+    All others (`cachegen`, `raw`, two streams, without layer 0, sealed, so that tags are compared) are decoded on the
+    CPU and copied.
 
     Args:
         files: open chunk files; their bytes must not change meanwhile.
@@ -87,6 +88,8 @@ def by_kernels(file: ChunkFile, device: torch.device) -> bool:
     """Whether a file is decoded by kernels on that device."""
     header, codec = file.header, file.codec
     if not isinstance(codec, KLT) or codec.streams > 1 or not header.layer0 or file.tensor is None:
+        return False
+    if header.key_id is not None:  # whoever sealed it wants every tag compared
         return False
     dims = {dim for shape in header.layers for dim in (shape.key_dim, shape.value_dim)}
     return kernels.unusable([device], DTYPES[header.dtype], dims) is None and _fits(codec.profile)

@@ -127,6 +127,11 @@ def test_what_cannot_be_calibrated(attached):
     for passages in ([], passages_of(1), passages_of(1) * 3, passages_of(4, CONTINUATION + 9)):
         with pytest.raises(ValueError, match="at least two"):
             calibrate(model, passages, continuation=CONTINUATION, progress=False)
+    for wrong in ({"protected": 65}, {"continuation": 0}, {"samples": 0}, {"unit_layers": -1}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))}="):
+            calibrate(attached(), passages_of(3), ["klt"], **wrong)
+    with torch.inference_mode(), pytest.raises(ValueError, match="outside of it"):
+        calibrated(model)
     with pytest.raises(ValueError, match="eval"):
         calibrated(attach(tiny_model("llama")).train())
 
@@ -142,7 +147,7 @@ def test_a_model_that_no_error_changes_or_any(attached, monkeypatch, divergence)
 
 def test_little_text_makes_smaller_units(attached):
     """256 channels cannot be learned from 94 tokens."""
-    assert [calibrated(attached(), ["klt-xl"], n)["klt-xl"].settings["unit_layers"] for n in (3, 9, 20)] == [1, 2, 5]
+    assert [calibrated(attached(), ["klt-xl"], n)["klt-xl"].settings["unit_layers"] for n in (3, 9, 20)] == [1, 2, 3]
     given = calibrated(attached(), ["klt-xl"], 3, unit_layers=4)["klt-xl"]
     assert given.settings["unit_layers"] == 4
 

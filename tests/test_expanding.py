@@ -57,6 +57,20 @@ def test_several_chunks_at_once(name, dtype):
     check(chunks, make_codec(chunks[0], name))
 
 
+def test_tags_of_sealed_files_are_compared():
+    """Bytes that somebody changed, and gave new checksums if he could, never reach a kernel."""
+    chunk, secret = make_chunk(6, 2, 2, 16), b"s" * 32
+    codec = make_codec(chunk)
+    data = torch.from_numpy(np.frombuffer(encode_chunk(chunk, codec, secret=secret), np.uint8).copy())
+    file = ChunkFile(data, codec=codec, secret=secret)
+    assert not expanding.by_kernels(file, torch.device(DEVICE))
+    assert_close(decode_chunks([file], DEVICE)[0], file.read())
+    data[file.starts[0]] ^= 1  # the scale of a protected token
+    (error,) = decode_each([file], DEVICE)
+    assert isinstance(error, ChunkFileError)
+    assert error.reason == "authentication"
+
+
 def test_several_groups():
     chunks = [make_chunk(n, 1, 1, 8, seed=n) for n in (3, 258)]
     check(chunks, make_codec(chunks[0]))

@@ -31,6 +31,8 @@ GROUPS = (256, 128, 64)
 """Tokens of a section may be: as many as keep it within `SECTION`, since a GPU decodes a section from end to end."""
 SECTION = 2**16
 """Symbols of a section, unless even the fewest tokens are more."""
+PROTECTED = range(GROUPS[-1] + 1)
+"""First tokens of a chunk that may be kept in 8 bits: all are in its first group."""
 BLOCK = 4096
 """Tokens that are transformed at once; a multiple of every group."""
 LEVELS = range(-16, 17)
@@ -72,7 +74,7 @@ class KLT:
         widest = max(len(part.mean) for parts in self._units for part in parts)
         self.group = next((tokens for tokens in GROUPS if tokens * widest <= SECTION), GROUPS[-1])
         self.unit_layers = self.profile.setting("unit_layers", range(1, MAX_LAYERS + 1))
-        self.protected = self.profile.setting("protected", range(GROUPS[-1] + 1))
+        self.protected = self.profile.setting("protected", PROTECTED)
 
     @property
     def step(self) -> float:

@@ -116,7 +116,7 @@ class Profile:
             "shapes": [astuple(shape) for shape in self.shapes],
             "settings": dict(self.settings),
         }
-        return json.dumps(said | ({"about": dict(self.about)} if about else {}), sort_keys=True)
+        return json.dumps(said | ({"about": dict(self.about), "hash": self.hash} if about else {}), sort_keys=True)
 
 
 def profile_folder() -> Path:
@@ -153,7 +153,10 @@ def _profile(said: Any, tensors: dict[str, Tensor]) -> Profile:
     sizes = [size for shape in shapes for size in astuple(shape)]
     if not sizes or any(type(size) is not int or size < 1 for size in sizes):
         raise ValueError(f"the shapes of its layers are {said['shapes']}")
-    return Profile(codec, shapes, tensors, settings, about)
+    profile = Profile(codec, shapes, tensors, settings, about)
+    if said.get("hash", profile.hash) != profile.hash:  # profiles of the first day have none
+        raise ValueError("what is in it is not what was written: copy it again, or make the profile again")
+    return profile
 
 
 def load_profile(name: str | Path) -> Profile | None:

@@ -85,13 +85,19 @@ def store_schemes() -> list[str]:
     return sorted({*_STORES, *(e.name for e in entry_points(group="blendkv.stores"))})
 
 
+_VERBS = ("get_many", "put_many", "clear", "__contains__")
+"""What a library asks of a pool."""
+
+
 def open_pool(url: str | Pool, capacity_bytes: int | None = None) -> Pool:
     """The pool behind a URL; `memory://` is what this version has.
 
     Raises:
-        ValueError: for another scheme.
+        ValueError: for another scheme, or something that is no pool.
     """
     if not isinstance(url, str):
+        if lacking := [name for name in _VERBS if not hasattr(url, name)]:
+            raise ValueError(f"store={url!r} is no pool: it has no {', '.join(lacking)}; derive it from Pool")
         return url
     if url != "memory://":
         raise ValueError(

@@ -13,7 +13,7 @@ import torch
 
 from blendkv.chunk import ChunkCache
 from blendkv.chunkfile import ChunkFile, encode_chunk
-from blendkv.codecs import Codec, get_codec
+from blendkv.codecs import Codec, Profile, get_codec
 from blendkv.errors import ChunkFileError
 from blendkv.expanding import decode_each
 
@@ -34,6 +34,7 @@ class PoolStats:
         damaged: encoded chunks that could not be decoded, and were forgotten.
         uncoded: puts that the codec refused; they are kept as they are.
         refusal: what the codec said when it last refused one.
+        foreign: puts of chunks of another model than the codec's profile; of layers of the same shapes, or refused.
     """
 
     hits: int = 0
@@ -45,6 +46,7 @@ class PoolStats:
     damaged: int = 0
     uncoded: int = 0
     refusal: str = ""
+    foreign: int = 0
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,11 @@ class Pool:
                 f"{name} refused {self.stats.uncoded} chunks since the store was made, which are kept as they are; the "
                 f"last because: {self.stats.refusal}"
             )
+        if self.stats.foreign:
+            said.append(
+                f"{self.stats.foreign} chunks are of another model than the profile of {name}, or of the same in "
+                "another dtype: far more may be lost than was measured; make one of this model (`blendkv profile`)"
+            )
         return said
 
     def get(self, key: str) -> ChunkCache | None:
@@ -153,6 +160,11 @@ class Pool:
     def _entry(self, chunk: ChunkCache) -> ChunkCache | Encoded:
         """A chunk in the form and the memory in which it is kept."""
         if self.codec is not None:
+            profile = getattr(self.codec, "profile", None)
+            made_of = profile.about.get("fingerprint") if isinstance(profile, Profile) else None
+            if made_of not in (None, chunk.fingerprint):
+                with self._lock:
+                    self.stats.foreign += 1
             try:
                 data = encode_chunk(chunk, self.codec)
             except ValueError as error:

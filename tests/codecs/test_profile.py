@@ -40,6 +40,20 @@ def test_there_and_back(tmp_path, codec):
     assert_same(decode_chunk(data, profiles=again), decode_chunk(data, profiles=lambda _: profile))
 
 
+def test_one_bit_of_a_file_is_noticed(tmp_path):
+    """Though it is given by its name: numbers would still be finite, and only answers worse."""
+    path = profile_of("klt").save(tmp_path / "p.safetensors")
+    data = bytearray(path.read_bytes())
+    for at in range(len(data) - 1, len(data) - 400, -37):
+        data[at] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match="not what was written"):
+            get_codec("klt", profile=path)
+        data[at] ^= 1
+    path.write_bytes(data)
+    assert get_codec("klt", profile=path).profile_hash == profile_of("klt").hash
+
+
 def test_by_its_hash(tmp_path, monkeypatch):
     monkeypatch.setenv("BLENDKV_HOME", str(tmp_path))
     profile, chunk = profile_of("klt"), chunk_of(SMALL)

@@ -203,6 +203,18 @@ def test_a_report_says_that_chunks_are_lossy_or_refused(setting):
     assert logits(ChunkLibrary(other, byte_tokenizer()))[1].notes == []
 
 
+def test_a_report_says_that_a_profile_is_of_other_weights(setting):
+    """Of the same shapes, so that nothing is refused; answers may be anything."""
+    other = tiny_model("llama", num_hidden_layers=2).to(DEVICE)
+    with torch.no_grad():
+        other.model.layers[1].self_attn.k_proj.weight.mul_(2)
+    kv = ChunkLibrary(other, byte_tokenizer(), Pool(codec=get_codec("klt", profile=setting[1])))
+    kv.prefill(DOCUMENTS)
+    _, report = logits(kv)
+    assert kv.pool.stats.uncoded == 0
+    assert "3 chunks are of another model than the profile" in report.notes[1]
+
+
 def test_the_first_use_answers_as_later_ones(setting):
     kv = library(setting, level=16)
     first, _ = logits(kv)

@@ -116,6 +116,8 @@ def test_bad_capacity_and_url():
             Pool(bad)
     with pytest.raises(ValueError, match="memory://"):
         open_pool("s3://bucket")
+    with pytest.raises(ValueError, match="no pool: it has no get_many, put_many"):
+        open_pool({})
     pool = Pool()
     assert open_pool(pool) is pool
     assert open_pool("memory://", 77).capacity_bytes == 77
