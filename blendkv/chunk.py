@@ -81,8 +81,13 @@ class ChunkCache:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __getstate__(self) -> dict[str, Any]:
-        """The fields alone: a copy has its tensors elsewhere, so `addresses` and `homes` are not those of the copy."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
+        """The fields alone: a copy has its tensors elsewhere, so `addresses` and `homes` are not those of the copy.
+
+        Layers that share memory, as a GPU decodes them, are cut out: pickle would write all of it for each of them.
+        """
+        state = {each.name: getattr(self, each.name) for each in fields(self)}
+        cut = {name: tuple(map(_cut_out, state[name])) for name in ("keys", "values")}
+        return state | cut
 
     @cached_property
     def key(self) -> str:
@@ -138,6 +143,11 @@ class ChunkCache:
         """This chunk in page-locked host memory, which a GPU reads directly and fast."""
         keys, values = (tuple(t.cpu().pin_memory() for t in states) for states in (self.keys, self.values))
         return replace(self, keys=keys, values=values)
+
+
+def _cut_out(tensor: Tensor) -> Tensor:
+    """A tensor that holds no memory but its own."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 @dataclass(frozen=True)

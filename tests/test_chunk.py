@@ -207,3 +207,12 @@ def test_a_copy_says_where_its_own_tensors_are(copied, lazy):
     assert other.addresses.tolist() == [[list(pair) for pair in layer] for layer in at]
     assert (other.key, other.text, repr(other)) == (chunk.key, "four", repr(chunk))
     assert all(torch.equal(a, b) for a, b in zip(other.keys + other.values, keys + values, strict=True))
+
+
+def test_layers_that_share_memory_are_pickled_once():
+    whole = torch.randn(16, 2, 4, 8)
+    chunk = ChunkCache(torch.arange(4), tuple(whole[:8]), tuple(whole[8:]), "f")
+    written = pickle.dumps(chunk)
+    assert len(written) < 3 * whole.nbytes  # not 16 times
+    again = pickle.loads(written)
+    assert all(torch.equal(a, b) for a, b in zip(again.keys + again.values, whole, strict=True))

@@ -24,7 +24,7 @@ from blendkv.codecs.base import Arrangement, LayerShape
 from blendkv.codecs.profile import FAR_OUTSIDE, Profile, profile_for
 from blendkv.codecs.protect import LARGEST, LARGEST_SCALE, scales_of
 from blendkv.codecs.rans import decode, encode, lanes_for
-from blendkv.codecs.statistics import ANCHOR_EVERY, Moments, Statistics, channels, flat
+from blendkv.codecs.statistics import ANCHOR_EVERY, Moments, Statistics, channels, flat, scale_of
 from blendkv.codecs.tables import row_of_log2
 from blendkv.container.format import ALIGN, aligned
 from blendkv.errors import ChunkFileError
@@ -208,10 +208,7 @@ def coarser(profile: Profile, sixteenths: int) -> Profile:
 
 def _log2(moments: Moments, step: float) -> Tensor:
     """Log2 of standard deviations in steps, in 1/16 octave."""
-    deviations = moments.spread.clamp_min(0).sqrt()
-    return (
-        (16 * torch.log2((deviations / max(step, 1e-30)).clamp_min(2.0**-60))).round().clamp(-999, 999).to(torch.int16)
-    )
+    return scale_of(moments.spread.clamp_min(0).sqrt() / max(step, 1e-30))
 
 
 def _others(tokens: int) -> np.ndarray:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from blendkv.codecs.profile import Profile
-from blendkv.codecs.statistics import Statistics, units_of
+from blendkv.codecs.statistics import Statistics, scale_of, units_of
 from blendkv.codecs.transform import slots_of
 
 GUESS = 0.005
@@ -53,9 +53,7 @@ def fit_transform(statistics: Statistics, joint: bool, about: Mapping[str, Any])
         tensors[f"mean.{name}"] = mean.float()
         finer = (COARSEST / step / matrix.abs().amax((1, 2), keepdim=True)).clamp_max(1)
         tensors[f"matrix.{name}"] = (matrix * finer * step).half()
-        steps = sd / finer[:, 0] / step
-        scale = (16 * torch.log2(steps.clamp_min(2.0**-60))).round().clamp(-999, 999)
-        tensors[f"scale.{name}"] = scale.flatten().to(torch.int16)
+        tensors[f"scale.{name}"] = scale_of(sd / finer[:, 0] / step).flatten()
     settings = {
         "joint": joint,
         "unit_layers": statistics.unit_layers if joint else 1,

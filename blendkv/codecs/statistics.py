@@ -33,6 +33,11 @@ def flat(states: Tensor) -> Tensor:
     return states.transpose(0, 1).flatten(1)
 
 
+def scale_of(deviations: Tensor) -> Tensor:
+    """What profiles keep of standard deviations in steps: log2, in 1/16 octave, int16."""
+    return (16 * torch.log2(deviations.clamp_min(2.0**-60))).round().clamp(-999, 999).to(torch.int16)
+
+
 @dataclass
 class Moments:
     """Count, sum and sum of squares of the rows of many matrices, in fp64."""
