@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,6 +16,7 @@ from blendkv.chunkfile import ChunkFile, encode_chunk
 from blendkv.codecs import Codec, Profile, get_codec
 from blendkv.errors import ChunkFileError
 from blendkv.expanding import decode_each
+from blendkv.stores.eviction import Eviction, get_eviction
 
 DEFAULT_CAPACITY_BYTES = 8 * 2**30
 
@@ -76,13 +77,15 @@ class Pool:
     this memory, so kernels do not compare their checksums; damage that shows is a miss, and the entry is forgotten.
 
     Args:
-        capacity_bytes: most bytes to hold (default 8 GiB), of keys and values or of their files; the least recently
-            used chunk that is not pinned goes first.
+        capacity_bytes: most bytes to hold (default 8 GiB), of keys and values or of their files; what is
+            pinned stays.
         device: move chunks, or their bytes, there when they are put; by default chunks stay where they were computed,
             and bytes are in host memory.
         pin_memory: keep chunks, or their bytes, in page-locked host memory, which a GPU reads directly; `device` is
             then not used.
         codec: `get_codec("klt", profile=...)`, or another; None or "raw" keeps chunks as they are.
+        eviction: which chunk goes first: "lru", "lfu" (least often used, with ageing), "gdsf" (least often used for its
+            size), or an `Eviction` of your own.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class Pool:
         device: torch.device | str | None = None,
         pin_memory: bool = False,
         codec: str | Codec | None = None,
+        eviction: str | Eviction = "lru",
     ) -> None:
         self.capacity_bytes = DEFAULT_CAPACITY_BYTES if capacity_bytes is None else int(capacity_bytes)
         if self.capacity_bytes <= 0:
@@ -101,7 +105,8 @@ class Pool:
         self.codec = None if codec is None or codec.name == "raw" else codec
         self.device, self.pin_memory = device, pin_memory
         self.stats = PoolStats()
-        self._entries: OrderedDict[str, ChunkCache | Encoded] = OrderedDict()
+        self._entries: dict[str, ChunkCache | Encoded] = {}
+        self._eviction = get_eviction(eviction)
         self._pins: Counter[str] = Counter()
         self._lock = threading.RLock()
 
@@ -192,9 +197,10 @@ class Pool:
                 self.stats.rejected += 1
                 return False
             while self.stats.bytes + entry.nbytes > self.capacity_bytes:
-                self._drop(next(key for key in self._entries if not self._pins[key]))
+                self._drop(next(key for key in self._eviction.victims() if not self._pins[key]))
                 self.stats.evictions += 1
             self._entries[key] = entry
+            self._eviction.put(key, entry.nbytes)
             self.stats.puts += not known
             self.stats.bytes += entry.nbytes
             return True
@@ -204,7 +210,7 @@ class Pool:
         with self._lock:
             found = {key: self._entries[key] for key in keys if key in self._entries}
             for key in found:
-                self._entries.move_to_end(key)
+                self._eviction.used(key)
         decoded = dict(zip(found, _decode(list(found.values())), strict=True))
         with self._lock:
             for key, chunk in decoded.items():
@@ -237,9 +243,9 @@ class Pool:
                 self._pins = +self._pins
 
     def keys(self) -> list[str]:
-        """Keys, least recently used first."""
+        """Keys, that which would be evicted first at the front."""
         with self._lock:
-            return list(self._entries)
+            return list(self._eviction.victims())
 
     def clear(self) -> None:
         """Forgets everything that is not pinned."""
@@ -257,6 +263,7 @@ class Pool:
 
     def _drop(self, key: str) -> None:
         self.stats.bytes -= self._entries.pop(key).nbytes
+        self._eviction.drop(key)
 
 
 def _decode(entries: Sequence[ChunkCache | Encoded]) -> list[ChunkCache | ChunkFileError]:

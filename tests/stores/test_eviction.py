@@ -5,7 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from blendkv.stores import Pool
 from blendkv.stores.eviction import GDSF, LFU, LRU, POLICIES, Eviction, get_eviction
+from tests.chunks import make_chunk
 
 
 class Slow:
@@ -108,3 +110,18 @@ def test_a_zipf_trace(kind):
         held[key] = size
         policy.put(key, size)
     assert hits / len(trace) > {"lru": 0.45, "lfu": 0.5, "gdsf": 0.55}[kind]
+
+
+@pytest.mark.parametrize(("kind", "stays"), [("lru", False), ("lfu", True), ("gdsf", True)])
+def test_a_pool_evicts_as_it_is_told(kind, stays):
+    popular, *others = (make_chunk(4, seed=seed) for seed in range(5))
+    pool = Pool(2 * popular.nbytes, eviction=kind)
+    pool.put(popular)
+    for _ in range(5):
+        assert pool.get(popular.key) is popular
+    for chunk in others[:3]:
+        assert pool.put(chunk)
+    assert (popular.key in pool) is stays
+    assert len(pool) == 2
+    with pytest.raises(ValueError, match="lru, lfu, gdsf"):
+        Pool(eviction="fifo")
