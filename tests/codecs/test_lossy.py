@@ -29,7 +29,7 @@ VARIANTS = {
     "klt-xl": ("klt-xl", {}),
     "klt-xl, two streams": ("klt-xl", {"streams": 2}),
 }
-WORST = {-12: 0.05, -8: 0.1, 0: 0.4, 8: 0.9}
+WORST = {-12: 0.07, -8: 0.15, 0: 0.4, 8: 0.9}
 """Largest relative error of a layer's keys or values of `draw`, at a level."""
 
 
@@ -180,7 +180,7 @@ def test_numbers_that_are_next_to_nothing(variant, value):
 def test_what_is_far_outside_is_refused(variant, dtype):
     """It is said, and `raw` stores it."""
     chunk = chunk_of(SMALL, 12, dtype)
-    chunk.values[1][0, 7, 3] = torch.finfo(dtype).max
+    chunk.keys[1][0, 7, 3] = torch.finfo(dtype).max
     with pytest.raises(ValueError, match=r"far outside what the profile was made of.*raw"):
         encode_chunk(chunk, codec_of(variant, level=-8))
     assert_same(decode_chunk(encode_chunk(chunk)), chunk)
