@@ -27,7 +27,10 @@ def ids_of(seed: int, length: int = CONTEXT + CONTINUATION) -> torch.Tensor:
 
 
 def model_of(attached, family: str):
-    return attached(family) if family in FAMILIES else attach(tiny_family(family))
+    if family in FAMILIES:
+        return attached(family)
+    eager = "eager" if family == "gemma2" else None  # older transformers leave its softcap out under sdpa
+    return attach(tiny_family(family, attn_implementation=eager))
 
 
 def passages_of(count: int, length: int = CONTEXT + CONTINUATION) -> list[Passage]:

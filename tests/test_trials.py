@@ -14,7 +14,8 @@ from tests.helpers import full, tokens
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "glm"])
 def test_a_continuation_after_an_exact_context(family):
     """Next tokens are those of one forward over the whole text."""
-    model, ids = attach(tiny_family(family)), tokens(50, 1) % 384
+    eager = "eager" if family == "gemma2" else None  # older transformers leave its softcap out under sdpa
+    model, ids = attach(tiny_family(family, attn_implementation=eager)), tokens(50, 1) % 384
     trial = Trial.of(model, ids, 40)
     logits, _ = full(model, ids[None])
     wanted = logits[0, 40:].float().log_softmax(-1)
