@@ -22,7 +22,7 @@ attachment hooks learning proof attaching layout pace prefilling library texts t
 testing passages bench bench.measure bench.tasks bench.methods bench.shapes bench.prompts bench.gates bench.decode
 bench.memory bench.results bench.kernels bench.coding bench.loading bench.ttft bench.codec_table bench.table bench.plot
 bench.quality bench.coders bench.codec bench.joint verify families survey guide demo _console _options cli_bench
-cli_codec cli
+cli_codec cli __main__
 """
 ORDER = _ORDER.split()
 
