@@ -92,12 +92,13 @@ class DiskStore:
         source = self._open(key)
         if source is None:
             return None
-        with source:
-            length = max(0, (source.size if stop is None else min(stop, source.size)) - start)
-            try:
-                data = source.read(start, length)
-            except OSError as error:
-                return self._missed(fault_of(error) or "io")
+        length = max(0, (source.size if stop is None else min(stop, source.size)) - start)
+        try:
+            data = source.read(start, length)
+        except OSError as error:
+            return self._missed(fault_of(error) or "io")
+        finally:
+            source.close()
         if len(data) != length:
             return self._missed("length")  # somebody cut the file while it was read
         self.stats.count("hits")
@@ -180,8 +181,7 @@ class DiskStore:
         path, name = place_of(key)
         source = None
         try:
-            with folder(f"{self._root}/{path}") as at:
-                source = DiskSource.open(name, at)
+            source = DiskSource.open(f"{self._root}/{path}", name)
             fault = source.fault()
         except OSError as error:
             fault = fault_of(error)
