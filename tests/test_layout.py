@@ -19,9 +19,10 @@ stores.inventory stores.disk stores.breaker stores.resp stores.valkey_server sto
 stores.valkey stores.catalog stores.valkey_centre stores.patience stores.remote stores.eviction stores.pool stores
 attention cache facts plan buffers waits graphs norms blend decoding attachment hooks learning proof attaching layout
 prefilling library texts trials calibrating models contract testing passages bench bench.measure bench.tasks
-bench.methods bench.shapes bench.prompts bench.gates bench.decode bench.memory bench.results bench.kernels
-bench.coding bench.loading bench.ttft bench.codec_table bench.table bench.plot bench.quality bench.coders bench.codec
-bench.joint verify families survey guide demo _console _options cli_bench cli_codec cli
+bench.methods bench.shapes bench.prompts bench.gates bench.decode bench.memory bench.results bench.stores bench.traces
+bench.eviction bench.kernels bench.coding bench.loading bench.ttft bench.codec_table bench.store_table bench.table
+bench.plot bench.quality bench.coders bench.codec bench.joint verify families survey guide demo _console _options
+cli_bench cli_bench_stores cli_codec cli
 """
 ORDER = _ORDER.split()
 
