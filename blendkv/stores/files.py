@@ -14,6 +14,8 @@ from typing import Self
 
 from blendkv.container.format import MAGIC, PRELUDE
 
+_AHEAD_NS = 1_000_000
+"""By how much a file's time of access is ahead: where it is not (relatime), each read afterwards writes it again."""
 ABANDONED_S = 900
 """A temporary file older than this has no writer, whatever its lock says."""
 _SAFE = os.O_CLOEXEC | os.O_NOFOLLOW
@@ -175,7 +177,7 @@ class DiskSource:
         """Sets the time of the last use, where that may be done, and gives it, in ns."""
         now = time.time_ns()
         try:  # noqa: SIM105
-            os.utime(self._fd, ns=(now, now))
+            os.utime(self._fd, ns=(now + _AHEAD_NS, now))
         except OSError:  # a read-only file system, somebody else's file
             pass
         return now

@@ -173,6 +173,16 @@ def test_a_folder_that_is_a_link_is_not_entered(tmp_path):
     assert sum(store.stats.faults.values()) == 2
 
 
+def test_a_read_sets_the_time_of_the_last_use(tmp_path):
+    store, key = DiskStore(tmp_path), key_for(1)
+    store.put(key, b"data")
+    file = tmp_path / key[:2] / f"{key}.bkv"
+    os.utime(file, ns=(1, 1))
+    before = time.time_ns()
+    assert store.get(key) == b"data"
+    assert before <= file.stat().st_mtime_ns <= time.time_ns()
+
+
 def test_a_read_leaves_no_descriptor(tmp_path):
     store, key = DiskStore(tmp_path), key_for(1)
     store.put(key, b"data")
