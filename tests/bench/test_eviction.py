@@ -76,6 +76,37 @@ def test_nobody_exceeds_the_bound_and_belady_is_near_the_best(seed):
             assert trace.sizes[trace.requests][found].sum() <= hit_bytes
 
 
+def slow_belady(trace, capacity):
+    """The rule as it is said: what is wanted again latest, times its size, goes first."""
+    requests, sizes, held, hits = trace.requests.tolist(), trace.sizes.tolist(), [], []
+    for at, number in enumerate(requests):
+        hits.append(number in held)
+        if not hits[-1]:
+            held.append(number)
+        while sum(sizes[one] for one in held) > capacity:
+            waits = {one: (requests[at + 1 :].index(one) + 1) if one in requests[at + 1 :] else np.inf for one in held}
+            held.remove(max(sorted(held), key=lambda one: waits[one] * sizes[one]))
+    return hits
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_belady_is_its_rule_and_beats_who_knows_less(seed):
+    trace = zipf_trace(0.9, bool(seed % 2), 40, 400, seed)
+    for share in (0.02, 0.1, 0.3):
+        capacity = int(share * trace.sizes.sum())
+        hits = belady(trace, capacity)
+        assert hits.tolist() == slow_belady(trace, capacity)
+        assert hits.sum() >= max(replay(name, trace, capacity).sum() for name in POLICIES)
+
+
+def test_the_bound_by_hand():
+    trace = Trace(np.array([0, 1, 0, 1]), np.array([3, 3]))
+    assert bound(trace, 3) == (1.5 / 4, 1.5 / 4)  # room for 3 x 3, and a hit takes 3 x 2
+    assert bound(trace, 2) == (0, 0)  # fits nobody
+    trace = Trace(np.array([0, 1, 1, 0]), np.array([4, 1]))
+    assert bound(trace, 4) == (1 / 4 + 11 / 12 / 4, (1 + 4 * 11 / 12) / 10)  # 1 x 1 of 4 x 3, then 11 of 4 x 3
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_belady_is_the_best_where_all_are_of_one_size(seed):
     trace = Trace(np.random.default_rng(seed).integers(0, 5, 14), np.full(5, 2))
