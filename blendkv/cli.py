@@ -11,6 +11,7 @@ from blendkv import __version__
 from blendkv._console import print_json, print_table, work
 from blendkv._options import MODEL_HELP, Device, Dtype, Json, load, one_of
 from blendkv.cli_bench import bench
+from blendkv.cli_bench_stores import eviction, stores
 from blendkv.cli_codec import profile
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ main = typer.Typer(
 )
 main.add_typer(bench, name="bench")
 main.command()(profile)
+bench.command()(stores)
+bench.command()(eviction)
 
 
 def _version(wanted: bool) -> None:

@@ -20,9 +20,9 @@ stores.valkey stores.catalog stores.valkey_centre stores.patience stores.remote 
 stores.pool stores.writing stores.tiered stores attention cache facts plan buffers waits graphs norms blend decoding
 attachment hooks learning proof attaching layout pace prefilling library texts trials calibrating models contract
 testing passages bench bench.measure bench.tasks bench.methods bench.shapes bench.prompts bench.gates bench.decode
-bench.memory bench.results bench.kernels bench.coding bench.loading bench.ttft bench.codec_table bench.table bench.plot
-bench.quality bench.coders bench.codec bench.joint verify families survey guide demo _console _options cli_bench
-cli_codec cli __main__
+bench.memory bench.results bench.stores bench.traces bench.eviction bench.kernels bench.coding bench.loading bench.ttft
+bench.codec_table bench.store_table bench.table bench.plot bench.quality bench.coders bench.codec bench.joint verify
+families survey guide demo _console _options cli_bench cli_bench_stores cli_codec cli __main__
 """
 ORDER = _ORDER.split()
 
