@@ -159,19 +159,31 @@ def settings_json(
     }
 
 
-def settings_of(manifest: Manifest) -> dict[str, Any]:
+def settings_of(manifest: Manifest, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Settings as `ChunkLibrary` takes them.
 
+    Args:
+        manifest: that has them.
+        overrides: settings that win.
+
     Raises:
-        ValueError: for a selector that is not registered here.
+        ValueError: for a selector that cannot be made here.
     """
     settings = dict(manifest.settings)
-    selector, layers = settings.pop("selector"), settings["check_layers"]
-    if isinstance(selector, dict):
-        selector = type(get_selector(selector["name"]))(**selector["settings"])
-    settings["check_layers"] = layers if layers is None else {int(layer): ratio for layer, ratio in layers.items()}
+    selector, layers = settings.pop("selector"), settings.pop("check_layers")
+    if selector is not None and "selector" not in overrides:
+        settings["selector"] = selector if isinstance(selector, str) else _selector(selector)
+    if layers is not None and "recompute_ratio" not in overrides:  # a schedule would win over the ratio
+        settings["check_layers"] = {int(layer): ratio for layer, ratio in layers.items()}
     settings["namespace"] = settings["namespace"] or None
-    return settings | ({} if selector is None else {"selector": selector})
+    return settings | dict(overrides)
+
+
+def _selector(said: Mapping[str, Any]) -> Selector:
+    try:
+        return type(get_selector(said["name"]))(**said["settings"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"selector {said} of {NAME} cannot be made here ({error}): pass selector=") from error
 
 
 def _selector_json(selector: str | Selector) -> str | dict[str, Any] | None:

@@ -96,7 +96,7 @@ def load(
     saved = SavedStore(folder)
     if sealed and not ignore_mismatch:
         _require_secret(called, saved, manifest, getattr(store, "secret", None) if secret is None else secret)
-    options = settings_of(manifest) | overrides
+    options = settings_of(manifest, overrides)
     coding = {name: options.pop(name, None) for name in ("capacity_bytes", "codec")}
     tiers = _over(saved, store, secret, _profiles(folder), manifest, **coding)
     return cls(model, tokenizer, store=tiers, **options)
