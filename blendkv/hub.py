@@ -69,10 +69,10 @@ def located(name_or_path: str | os.PathLike[str], wanted: list[str] | None = Non
         return Path(snapshot_download(str(name_or_path), **options))
     except Exception as error:  # of the hub's own, of HTTP and of the network: by version
         kind = options.get("repo_type") or "model"
-        what = str(error).strip().splitlines() or [""]
+        what = " ".join(str(error).split())[:300]
         raise StoreError(
             f"{str(name_or_path)!r} is no folder, and no {kind} repository of the hub that can be had "
-            f"({type(error).__name__}: {what[0]}): look at the name, and for a repository at repo_type=, revision=, "
+            f"({type(error).__name__}: {what}): look at the name, and for a repository at repo_type=, revision=, "
             "token=, the network and HF_HUB_OFFLINE"
         ) from error
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from blendkv import ChunkLibrary
@@ -16,10 +18,14 @@ DOCUMENTS = ["The tower is 61 m high.", "It was built in 1923. The architect was
 
 
 def push(repo: str) -> dict[str, Any]:
-    """Pushes two documents, then all three."""
+    """Pushes two documents, then all three from a folder that has more in it."""
     kv = ChunkLibrary(tiny_model("llama"), byte_tokenizer(chat=True), recompute_ratio=0.0)
     first = kv.push_to_hub(repo, private=True, documents=DOCUMENTS[:2], commit_message="two")
-    second = kv.push_to_hub(repo, documents=DOCUMENTS)
+    with TemporaryDirectory() as folder:
+        kv.save_pretrained(folder, ["Not to be pushed."])
+        Path(folder, "notes.txt").write_text("mine")
+        second = kv.save_pretrained(folder, DOCUMENTS, push_to_hub=True, repo_id=repo)
+    assert second is not None
     return {"oids": [first.oid, second.oid], "message": first.commit_message}
 
 
