@@ -198,7 +198,7 @@ def _selector_json(selector: str | Selector) -> str | dict[str, Any] | None:
     warnings.warn(
         f"selector {selector.name!r} has no registered name, so {NAME} names none: who loads the library gets the "
         "default, or passes selector=",
-        stacklevel=2,
+        stacklevel=6,
     )
     return None
 

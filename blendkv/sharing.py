@@ -262,5 +262,5 @@ def _codec(manifest: Manifest, profiles: Callable[[str], Profile | None]) -> Cod
         streams = {"streams": said["streams"]} if "streams" in said else {}
         return get_codec(str(said["name"]), level=said["level"], profile=profile, **streams)
     except (KeyError, TypeError, ValueError) as error:
-        warnings.warn(f"chunks coded with {said.get('name')!r} cannot be read here: {error}", stacklevel=4)
+        warnings.warn(f"chunks coded with {said.get('name')!r} cannot be read here: {error}", stacklevel=5)
         return None
