@@ -6,13 +6,14 @@ import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import nn
 from transformers import BatchEncoding
 
-from blendkv import _compat
+from blendkv import _compat, sharing
 from blendkv.attaching import attach, attachment_of
 from blendkv.cache import BlendedCache, Chunk
 from blendkv.chunk import ChunkCache, MissingChunk, chunk_key, tokenizer_fingerprint
@@ -25,6 +26,9 @@ from blendkv.prefilling import BATCH_TOKENS, prefill
 from blendkv.report import BlendReport
 from blendkv.selectors import Selector
 from blendkv.stores import Budget, Pool, Store, TieredStore, faults_of, open_chunks
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitInfo
 
 DEADLINE_S = 0.25
 Wanted = tuple[Piece, tuple[int, ...]]
@@ -123,8 +127,8 @@ class ChunkLibrary:
         BlendedCache((), **self.options)  # refuses bad options now, not at the first prompt
         self.tokenizer = tokenizer
         self.pool = open_chunks(store, capacity_bytes, codec, secret)
-        self._secret = secret if secret is not None else getattr(self.pool, "secret", None)
-        if namespace is None and self._secret is None and getattr(self.pool, "shared", False):
+        self.secret = secret if secret is not None else getattr(self.pool, "secret", None)
+        if namespace is None and self.secret is None and getattr(self.pool, "shared", False):
             raise ValueError(
                 "others reach this store too: name those who may use each other's chunks with namespace='...' (set by "
                 "who runs the service, never taken from a request), or give a secret"
@@ -133,7 +137,7 @@ class ChunkLibrary:
         self.layout, self.namespace = Layout(tokenizer, chunk_tokens, separator), namespace or ""
         self.batch_tokens, self.progress = batch_tokens, progress
         self.model = attach(model)
-        self._tokenizer_digest = tokenizer_fingerprint(tokenizer)
+        self.tokenizer_digest = tokenizer_fingerprint(tokenizer)
         self._lock = threading.Lock()
 
     def __call__(
@@ -174,11 +178,13 @@ class ChunkLibrary:
         Returns:
             One chunk a document, or several for one that is longer than `chunk_tokens`, in order.
         """
-        pieces = [piece for text in texts_of(documents) for piece in self.layout.document(text)]
-        conditioning = self._conditioning(self.layout.head(system))
-        wanted = [(piece, conditioning) for piece in pieces]
+        wanted = self._wanted(documents, system)
         chunks = self._from_store(wanted, BlendReport(), self.options["strict"], compute=True)
         return [chunk for chunk in chunks if isinstance(chunk, ChunkCache)]
+
+    def keys(self, documents: Iterable[Any], system: str | None = None) -> list[str]:
+        """Keys of the chunks that `prefill` would give, in order; nothing is looked up or computed."""
+        return [self._key(*wanted) for wanted in self._wanted(documents, system)]
 
     def assemble(self, documents: Iterable[Any], question: str, system: str | None = None) -> Prompt:
         """The prompt as pieces: the template's head, each document's chunks, separators, and the rest.
@@ -187,6 +193,122 @@ class ChunkLibrary:
         stands once, in front, if the template (or, without one, the tokenizer) puts it there.
         """
         return self.layout.assemble(documents, question, system)
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        documents: Iterable[Any] | None = None,
+        system: str | None = None,
+        *,
+        codec: str | Codec | None = None,
+        push_to_hub: bool = False,
+        **kwargs: Any,
+    ) -> CommitInfo | None:
+        """Writes chunks into a folder that `from_pretrained` opens, and `ChunkLibrary(store=...)` too.
+
+        Files come first and `library.json` last, so that what was not finished is not taken for a library. What lies
+        in the folder already stays.
+
+        Args:
+            save_directory: made if it is not there, for this user only.
+            documents: their chunks are saved, and computed where they are missing; None: every chunk of this model,
+                tokenizer and namespace that the tiers have.
+            system: as in `prefill`.
+            codec: of the files; what is kept with another is coded again, lossy or not. None: as they are kept.
+            push_to_hub: upload what was saved.
+            **kwargs: of `push_to_hub`; `repo_id` is the folder's name unless it is given.
+
+        Returns:
+            What `push_to_hub` does, or None.
+
+        Raises:
+            StoreError: if the folder cannot be written, whole or in part.
+        """
+        if kwargs and not push_to_hub:
+            raise TypeError(f"{', '.join(kwargs)}: only with push_to_hub=True")
+        manifest = sharing.save(self, save_directory, documents, system, codec)
+        folder = Path(save_directory).expanduser().resolve()
+        repo_id = kwargs.pop("repo_id", folder.name)
+        return sharing.push(folder, manifest, repo_id, **kwargs) if push_to_hub else None
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: bool | str | None = None,
+        commit_message: str | None = None,
+        repo_type: str = "dataset",
+        documents: Iterable[Any] | None = None,
+        system: str | None = None,
+        codec: str | Codec | None = None,
+        **kwargs: Any,
+    ) -> CommitInfo:
+        """Uploads chunks to a repository of the hub, which is made if it is not there.
+
+        Keys and values tell as much as the text: think of `private=True`.
+
+        Args:
+            repo_id: of the repository.
+            private: whether only its owners see a repository that is made; None: what the hub does by default.
+            token: of the user; None: the one that `hf auth login` left.
+            commit_message: of the commit.
+            repo_type: "dataset" or "model".
+            documents: whose chunks are uploaded; None: all (`save_pretrained`).
+            system: as in `prefill`.
+            codec: of the files (`save_pretrained`).
+            **kwargs: `revision`, `commit_description`, `create_pr`, `delete_patterns`, as `upload_folder` takes them.
+
+        Raises:
+            OSError: if the hub cannot be reached, or refuses.
+        """
+        options = {"private": private, "token": token, "commit_message": commit_message, "repo_type": repo_type}
+        saving = {"documents": documents, "system": system, "codec": codec}
+        return sharing.save_and_push(self, repo_id, saving, **options, **kwargs)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | os.PathLike[str],
+        model: nn.Module,
+        tokenizer: Any,
+        *,
+        store: str | os.PathLike[str] | Store | Pool | TieredStore = "memory://",
+        repo_type: str = "dataset",
+        revision: str | None = None,
+        token: bool | str | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        local_files_only: bool = False,
+        secret: bytes | None = None,
+        ignore_mismatch: bool = False,
+        **overrides: Any,
+    ) -> Self:
+        """A library whose chunks and settings somebody saved. They are read, never written; damaged ones are misses.
+
+        Who wrote them decides what the model reads: take libraries from those whom you would take weights from.
+
+        Args:
+            name_or_path: a folder that `save_pretrained` wrote, or the id of a repository of the hub.
+            model: that the chunks were computed with.
+            tokenizer: that cut them.
+            store: nearer than what was saved, and where new chunks go; as in the class. Of a `TieredStore` the tiers
+                are used: use it no more by itself.
+            repo_type: of the repository, "dataset" or "model".
+            revision: of the repository: a branch, a tag or a commit.
+            token: of the user; None: the one that `hf auth login` left.
+            cache_dir: where the hub's files are kept.
+            local_files_only: ask no hub for what is not there.
+            secret: that the library was sealed with.
+            ignore_mismatch: go on with another model, tokenizer or secret, and compute every chunk.
+            **overrides: arguments of the class, in place of what was saved.
+
+        Raises:
+            StoreError: if there is no such library, or none that this version can read.
+            ValueError: if model, tokenizer or secret are not those of the library; the message says which.
+        """
+        hub = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+        hub["repo_type"] = repo_type
+        return sharing.load(cls, name_or_path, model, tokenizer, store, secret, ignore_mismatch, hub, overrides)
 
     def clear(self) -> None:
         """Forgets every chunk in memory; stores keep theirs."""
@@ -208,6 +330,15 @@ class ChunkLibrary:
 
     # -- chunks -----------------------------------------------------------------------------------------------------
 
+    def _wanted(self, documents: Iterable[Any], system: str | None) -> list[Wanted]:
+        pieces = [piece for text in texts_of(documents) for piece in self.layout.document(text)]
+        conditioning = self._conditioning(self.layout.head(system))
+        return [(piece, conditioning) for piece in pieces]
+
+    def _key(self, piece: Piece, conditioning: tuple[int, ...]) -> str:
+        fingerprint = attachment_of(self.model).facts.fingerprint
+        return chunk_key(piece.ids, fingerprint, conditioning, self.tokenizer_digest, self.namespace, self.secret)
+
     def _conditioning(self, head: Piece | None) -> tuple[int, ...]:
         if self.condition == "bos":
             return (self.tokenizer.bos_token_id,)
@@ -224,10 +355,7 @@ class ChunkLibrary:
     def _from_store(self, wanted: Sequence[Wanted], report: BlendReport, strict: bool, compute: bool) -> list[Chunk]:
         """Looks every piece up; computes and stores the missing ones, or says that they are missing."""
         facts = attachment_of(self.model).facts
-        keys = [
-            chunk_key(piece.ids, facts.fingerprint, conditioning, self._tokenizer_digest, self.namespace, self._secret)
-            for piece, conditioning in wanted
-        ]
+        keys = [self._key(piece, conditioning) for piece, conditioning in wanted]
         pieces = dict(zip(keys, wanted, strict=True))
         budget = self._budget(facts, sum(len(piece.ids) for piece, _ in pieces.values()))
         have: dict[str, Chunk] = self._usable(pieces, facts, report, budget)
@@ -316,7 +444,7 @@ class ChunkLibrary:
             tuple(chunk.ids.tolist()) == piece.ids
             and facts.mismatch(chunk) is None
             and chunk.conditioning == conditioning
-            and chunk.tokenizer == self._tokenizer_digest
+            and chunk.tokenizer == self.tokenizer_digest
             and chunk.namespace == self.namespace
         )
         return chunk if same else None
@@ -334,9 +462,9 @@ class ChunkLibrary:
         return [
             replace(
                 chunk,
-                tokenizer=self._tokenizer_digest,
+                tokenizer=self.tokenizer_digest,
                 text=piece.text,
-                keyed="" if self._secret is None else key,
+                keyed="" if self.secret is None else key,
             )
             for chunk, (key, piece) in zip(made, pieces.items(), strict=True)
         ]

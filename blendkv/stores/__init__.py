@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from blendkv.stores.disk import DiskStore
     from blendkv.stores.pool import Pool, PoolStats
     from blendkv.stores.remote import RemoteStore
+    from blendkv.stores.saved import SavedStore
     from blendkv.stores.tiered import TieredStats, TieredStore
     from blendkv.stores.valkey import ValkeyStore
 
@@ -28,6 +29,7 @@ __all__ = [
     "Pool",
     "PoolStats",
     "RemoteStore",
+    "SavedStore",
     "Store",
     "StoreStats",
     "TieredStats",
@@ -44,6 +46,7 @@ _HOME = {
     "Pool": "blendkv.stores.pool",
     "PoolStats": "blendkv.stores.pool",
     "RemoteStore": "blendkv.stores.remote",
+    "SavedStore": "blendkv.stores.saved",
     "TieredStats": "blendkv.stores.tiered",
     "TieredStore": "blendkv.stores.tiered",
     "ValkeyStore": "blendkv.stores.valkey",

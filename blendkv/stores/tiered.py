@@ -74,6 +74,7 @@ class TieredStore:
         pool: the memory.
         stores: the others, nearest first.
         stats: counters.
+        secret, key_id, profiles, write: as they were given.
 
     Raises:
         ValueError: without a store, or for settings that make no sense.
@@ -98,7 +99,7 @@ class TieredStore:
         self._coding = Coding(codec, self.stats, secret, key_id)
         self.codec = self._coding.codec
         self._secrets = None if secret is None else {key_id: secret}
-        self._profiles = profiles
+        self.key_id, self.profiles, self._queue_bytes = key_id, profiles, queue_bytes
         self._writers = [Writer(store, queue_bytes) for store in self.stores]
         self._writable = [w for w in self._writers if not getattr(w.store, "read_only", False)]
         self._dirty: dict[str, bytes | None] = {}
@@ -128,7 +129,9 @@ class TieredStore:
             said.append(f"entries of stores that could not be read here, and were computed instead: {why}")
         if self.stats.damaged:
             where = ", ".join(f"{count} in {url}" for url, count in self.stats.damaged.items())
-            said.append(f"entries of stores that were damaged or not what their key says, and were removed: {where}")
+            said.append(
+                f"entries of stores that were damaged or not what their key says, and were put out of use: {where}"
+            )
         return said
 
     def fetch(
@@ -169,13 +172,14 @@ class TieredStore:
 
         Returns:
             For each chunk what `get` makes of it, which is another with a codec that loses something, and whether a
-            store kept it, or will be asked to.
+            store kept it, or will be asked to; memory, where no store can be written.
         """
-        files = [self._coding.encode(chunk) for chunk in chunks]
+        wanted = bool(self._writable) or self.pool.codec is not None
+        files = [self._coding.encode(chunk) if wanted else None for chunk in chunks]
         kept = []
         for chunk, data in zip(self._as_read(chunks, files), files, strict=True):
             there = self._remember(chunk.key, chunk, data)
-            kept.append((chunk, data is not None and self._write(chunk.key, data, there, budget)))
+            kept.append((chunk, self._write(chunk.key, data, there, budget) if self._writable else there))
         return kept
 
     def get(self, key: str) -> ChunkCache | None:
@@ -211,6 +215,25 @@ class TieredStore:
         for writer in self._writers:
             writer.drop(key)
             writer.store.delete(key)
+
+    def over(self, *stores: Store, profiles: Profiles | None = None) -> TieredStore:
+        """The same tiers and settings, with more stores below; to be used instead of this one from then on.
+
+        Args:
+            *stores: farther than those that there are.
+            profiles: where profiles are found from then on; None: where they are found now.
+        """
+        return TieredStore(
+            self.pool,
+            *self.stores,
+            *stores,
+            codec=self.codec or "raw",
+            write=self.write,
+            secret=self.secret,
+            key_id=self.key_id,
+            profiles=self.profiles if profiles is None else profiles,
+            queue_bytes=self._queue_bytes,
+        )
 
     def clear(self) -> None:
         """Forgets every chunk in memory that is written."""
@@ -288,7 +311,7 @@ class TieredStore:
             except ChunkFileError as error:
                 if error.reason not in ("codec", "profile"):
                     raise
-        return ChunkFile(source, secret=self._secrets, profiles=self._profiles)
+        return ChunkFile(source, secret=self._secrets, profiles=self.profiles)
 
     def _discard(self, store: Store, key: str, error: ChunkFileError) -> None:
         if error.reason in _NOT_DAMAGED or (error.reason == "authentication" and self.secret is None):
@@ -320,8 +343,10 @@ class TieredStore:
             return self.pool.put(chunk)
         return self.pool.put_file(key, data, tuple(k.device for k in chunk.keys), self._open)
 
-    def _write(self, key: str, data: bytes, in_memory: bool, budget: Budget | None) -> bool:
+    def _write(self, key: str, data: bytes | None, in_memory: bool, budget: Budget | None) -> bool:
         """Gives the stores a file, or says that they are to be given it; whether one took it."""
+        if data is None:
+            return False
         if self.write == "back" and in_memory:
             with self._lock:
                 self._dirty[key] = data if self._coding.lossy else None
