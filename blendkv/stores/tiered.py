@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Literal, Self
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from blendkv.chunk import ChunkCache
 from blendkv.chunkfile import ChunkFile
-from blendkv.codecs import Codec, Profiles, get_codec
+from blendkv.codecs import Codec, Profile, Profiles, get_codec, load_profile
 from blendkv.errors import ChunkFileError
 from blendkv.expanding import by_kernels
 from blendkv.stores.base import Store
@@ -311,7 +311,17 @@ class TieredStore:
             except ChunkFileError as error:
                 if error.reason not in ("codec", "profile"):
                     raise
-        return ChunkFile(source, secret=self._secrets, profiles=self.profiles)
+        return ChunkFile(source, secret=self._secrets, profiles=self._profile)
+
+    def _profile(self, wanted: str) -> Profile | None:
+        """The profile of a hash: our codec's, or where others are found."""
+        own = getattr(self.codec, "profile", None)
+        if isinstance(own, Profile) and own.hash == wanted:
+            return own
+        found = load_profile if self.profiles is None else self.profiles
+        if isinstance(found, Profile):
+            return found
+        return found.get(wanted) if isinstance(found, Mapping) else found(wanted)
 
     def _discard(self, store: Store, key: str, error: ChunkFileError) -> None:
         if error.reason in _NOT_DAMAGED or (error.reason == "authentication" and self.secret is None):
