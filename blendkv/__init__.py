@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         ChunkFileError,
         ChunkMissError,
         NotAttachedError,
+        StoreError,
         UnsupportedModelError,
     )
     from blendkv.library import BlendedInputs, ChunkLibrary
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from blendkv.prefilling import first_layer_of, prefill
     from blendkv.report import BlendReport
     from blendkv.selectors import HKVD, Boundary, Random, Selector
-    from blendkv.stores import Pool
+    from blendkv.stores import DiskStore, Pool, Store, TieredStore, open_store
     from blendkv.weights import model_fingerprint
 
 _HOMES = {
@@ -38,6 +39,7 @@ _HOMES = {
         "ChunkFileError",
         "ChunkMissError",
         "NotAttachedError",
+        "StoreError",
         "UnsupportedModelError",
     ),
     "blendkv.attaching": ("attach", "detach"),
@@ -46,7 +48,7 @@ _HOMES = {
     "blendkv.prefilling": ("first_layer_of", "prefill"),
     "blendkv.report": ("BlendReport",),
     "blendkv.selectors": ("HKVD", "Boundary", "Random", "Selector"),
-    "blendkv.stores": ("Pool",),
+    "blendkv.stores": ("DiskStore", "Pool", "Store", "TieredStore", "open_store"),
     "blendkv.weights": ("model_fingerprint",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
@@ -64,11 +66,15 @@ __all__ = [
     "ChunkFileError",
     "ChunkLibrary",
     "ChunkMissError",
+    "DiskStore",
     "MissingChunk",
     "NotAttachedError",
     "Pool",
     "Random",
     "Selector",
+    "Store",
+    "StoreError",
+    "TieredStore",
     "UnsupportedModelError",
     "__version__",
     "attach",
@@ -79,6 +85,7 @@ __all__ = [
     "first_layer_of",
     "load_model",
     "model_fingerprint",
+    "open_store",
     "prefill",
 ]
 

@@ -71,6 +71,12 @@ class Attachment:
         return "lazy" if getattr(self.model, "_supports_attention_backend", False) else "dense"
 
     @property
+    def homes(self) -> tuple[torch.device, ...]:
+        """Where each layer wants its keys and values; the CPU where weights come and go."""
+        devices = self.devices or devices_of(self.layers)
+        return tuple(torch.device("cpu") if device.type == "meta" else device for device in devices)
+
+    @property
     def config(self) -> Any:
         """The text config of the decoder."""
         return self.decoder.config.get_text_config()

@@ -33,6 +33,7 @@ class ChunkCache:
         tokenizer: digest of the tokenizer that made the ids, or "" if they came from elsewhere.
         namespace: set by the operator of a shared store; part of the key.
         text: the text behind the ids, if known.
+        keyed: the key, where a tenant's secret went into it.
     """
 
     ids: Tensor
@@ -43,6 +44,7 @@ class ChunkCache:
     tokenizer: str = ""
     namespace: str = ""
     text: str | None = field(default=None, repr=False)
+    keyed: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         """Checks that every layer agrees with the ids on the number of tokens."""
@@ -92,7 +94,7 @@ class ChunkCache:
     @cached_property
     def key(self) -> str:
         """Content address of this chunk (see `chunk_key`)."""
-        return chunk_key(self.ids, self.fingerprint, self.conditioning, self.tokenizer, self.namespace)
+        return self.keyed or chunk_key(self.ids, self.fingerprint, self.conditioning, self.tokenizer, self.namespace)
 
     @cached_property
     def addresses(self) -> np.ndarray:

@@ -118,6 +118,7 @@ class ChunkFile:
         tensor: the tensor of its bytes, if it was opened for one.
         size: bytes of the file.
         rebuilt: how often layer 0 was computed.
+        keyed: what chunks of this file have as a key (`ChunkCache.keyed`), set by who knows a tenant's secret.
 
     Raises:
         ChunkFileError: for whatever is wrong with the bytes, with its `reason`.
@@ -146,6 +147,7 @@ class ChunkFile:
         self.header: Header = self._reader.header
         self.size = self._reader.size
         self.rebuilt = 0
+        self.keyed = ""
         self._rebuild, self._device = rebuild, device
 
     @property
@@ -161,8 +163,12 @@ class ChunkFile:
     @property
     def key(self) -> str:
         """The key of the chunk (`ChunkCache.key`), to be compared with the one that was looked up."""
+        return self.key_with(None)
+
+    def key_with(self, secret: bytes | None) -> str:
+        """The key of the chunk with a tenant's secret (`chunk_key`)."""
         header = self.header
-        return chunk_key(self.ids, header.fingerprint, self.conditioning, header.tokenizer, header.namespace)
+        return chunk_key(self.ids, header.fingerprint, self.conditioning, header.tokenizer, header.namespace, secret)
 
     def layer(self, layer: int, streams: int | None = None) -> tuple[Tensor, Tensor]:
         """Keys `[H, T, D]`, un-rotated, and values `[H, T, Dv]` of one layer; one ranged read a stream.
@@ -223,6 +229,7 @@ class ChunkFile:
             "tokenizer": header.tokenizer,
             "namespace": header.namespace,
             "text": header.text,
+            "keyed": self.keyed,
         }
 
     @cached_property

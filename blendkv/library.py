@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
@@ -15,13 +16,19 @@ from blendkv import _compat
 from blendkv.attaching import attach, attachment_of
 from blendkv.cache import BlendedCache, Chunk
 from blendkv.chunk import ChunkCache, MissingChunk, chunk_key, tokenizer_fingerprint
+from blendkv.codecs import Codec
 from blendkv.errors import ChunkMissError
 from blendkv.facts import ModelFacts
 from blendkv.layout import Layout, Piece, Prompt, texts_of
+from blendkv.pace import seconds_to_compute
 from blendkv.prefilling import BATCH_TOKENS, prefill
 from blendkv.report import BlendReport
 from blendkv.selectors import Selector
-from blendkv.stores import Pool, open_pool
+from blendkv.stores import Budget, Pool, Store, TieredStore, faults_of, open_chunks
+
+DEADLINE_S = 0.25
+Wanted = tuple[Piece, tuple[int, ...]]
+"""A piece of the prompt, and the ids that stand before it while it is computed."""
 
 
 class BlendedInputs(BatchEncoding):
@@ -53,13 +60,19 @@ class ChunkLibrary:
     Args:
         model: a decoder-only transformers model (attached, and proven, here).
         tokenizer: its tokenizer.
-        store: `memory://`, or a `Pool` to share.
+        store: where chunks are kept: `memory://`; a folder, `s3://...`, `redis://...` or another URL of `open_store`,
+            or a `Store`, which get memory above them; or a `Pool` or `TieredStore` of your own.
+        codec: how chunks are kept there: None or "raw" loses nothing; `get_codec("klt", profile=...)`.
         recompute_ratio, selector, check_layers, strict, reserve: defaults for every prompt's `BlendedCache`.
         condition: what stands before a chunk while it is computed: "none", "bos", or "system" (the prompt's head). Part
             of the key; which is best depends on model and task.
         chunk_tokens: longer documents are cut at sentence ends.
         separator: text after every document in the prompt; never part of a chunk, always computed.
-        namespace: part of every key; set it where tenants share a store.
+        namespace: part of every key: who may use each other's chunks. Who runs the service sets it, never a request; a
+            store that others reach too wants one.
+        secret: of a tenant, 16 to 64 bytes: keys cannot be guessed without it, and files are sealed with it.
+        deadline_s: most seconds that a prompt waits for stores that are not local, in all; what is not there by then is
+            computed. None: 0.25, or a tenth of what computing the chunks takes at least, if that is more.
         on_miss: "prefill" computes and keeps a chunk that is not in the store before the prompt is laid out,
             "recompute" leaves its tokens to the prompt's own forward (exact, but nothing is kept).
         capacity_bytes: of the pool, if `store` is a URL.
@@ -71,8 +84,9 @@ class ChunkLibrary:
         self,
         model: nn.Module,
         tokenizer: Any,
-        store: str | Pool = "memory://",
+        store: str | os.PathLike[str] | Store | Pool | TieredStore = "memory://",
         *,
+        codec: str | Codec | None = None,
         recompute_ratio: float = 0.15,
         selector: str | Selector = "hkvd",
         check_layers: Mapping[int, float] | None = None,
@@ -81,7 +95,9 @@ class ChunkLibrary:
         condition: Literal["none", "bos", "system"] = "none",
         chunk_tokens: int = 512,
         separator: str = "\n\n",
-        namespace: str = "",
+        namespace: str | None = None,
+        secret: bytes | None = None,
+        deadline_s: float | None = None,
         on_miss: Literal["prefill", "recompute"] = "prefill",
         capacity_bytes: int | None = None,
         batch_tokens: int = BATCH_TOKENS,
@@ -91,6 +107,8 @@ class ChunkLibrary:
             raise ValueError(f"condition={condition!r}: choose 'none', 'bos' or 'system'")
         if on_miss not in ("prefill", "recompute"):
             raise ValueError(f"on_miss={on_miss!r}: choose 'prefill' or 'recompute'")
+        if deadline_s is not None and not deadline_s >= 0:
+            raise ValueError(f"deadline_s={deadline_s}: give seconds, 0 or more, or None")
         if chunk_tokens < 1:
             raise ValueError(f"chunk_tokens={chunk_tokens}: give at least one")
         if condition == "bos" and tokenizer.bos_token_id is None:
@@ -104,9 +122,15 @@ class ChunkLibrary:
         }
         BlendedCache((), **self.options)  # refuses bad options now, not at the first prompt
         self.tokenizer = tokenizer
-        self.pool = open_pool(store, capacity_bytes)
-        self.condition, self.on_miss = condition, on_miss
-        self.layout, self.namespace = Layout(tokenizer, chunk_tokens, separator), namespace
+        self.pool = open_chunks(store, capacity_bytes, codec, secret)
+        self._secret = secret if secret is not None else getattr(self.pool, "secret", None)
+        if namespace is None and self._secret is None and getattr(self.pool, "shared", False):
+            raise ValueError(
+                "others reach this store too: name those who may use each other's chunks with namespace='...' (set by "
+                "who runs the service, never taken from a request), or give a secret"
+            )
+        self.condition, self.on_miss, self.deadline_s = condition, on_miss, deadline_s
+        self.layout, self.namespace = Layout(tokenizer, chunk_tokens, separator), namespace or ""
         self.batch_tokens, self.progress = batch_tokens, progress
         self.model = attach(model)
         self._tokenizer_digest = tokenizer_fingerprint(tokenizer)
@@ -136,8 +160,7 @@ class ChunkLibrary:
             chunks = self._chunks(prompt, report, options["strict"])
         report.notes += getattr(self.pool, "notes", ())
         cache = BlendedCache(chunks, **options)
-        cache.report.clock, cache.report.put_failures = report.clock, report.put_failures
-        cache.report.prefilled_tokens, cache.report.notes = report.prefilled_tokens, report.notes
+        cache.report.take_over(report)
         ids = torch.tensor([prompt.ids], device=next(self.model.parameters()).device)
         return BlendedInputs({"input_ids": ids, "attention_mask": torch.ones_like(ids), _compat.CACHE_ARG: cache})
 
@@ -166,8 +189,22 @@ class ChunkLibrary:
         return self.layout.assemble(documents, question, system)
 
     def clear(self) -> None:
-        """Forgets every chunk in memory."""
+        """Forgets every chunk in memory; stores keep theirs."""
         self.pool.clear()
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Waits until stores have been given every chunk; False if that took longer than `timeout` seconds."""
+        return getattr(self.pool, "flush", lambda timeout: True)(timeout)
+
+    def close(self) -> None:
+        """Waits until every chunk is written, and closes the store."""
+        getattr(self.pool, "close", lambda: None)()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     # -- chunks -----------------------------------------------------------------------------------------------------
 
@@ -184,73 +221,90 @@ class ChunkLibrary:
         ]
         return self._from_store(wanted, report, strict, compute=self.on_miss == "prefill")
 
-    def _from_store(
-        self, wanted: Sequence[tuple[Piece, tuple[int, ...]]], report: BlendReport, strict: bool, compute: bool
-    ) -> list[Chunk]:
+    def _from_store(self, wanted: Sequence[Wanted], report: BlendReport, strict: bool, compute: bool) -> list[Chunk]:
         """Looks every piece up; computes and stores the missing ones, or says that they are missing."""
         facts = attachment_of(self.model).facts
         keys = [
-            chunk_key(piece.ids, facts.fingerprint, conditioning, self._tokenizer_digest, self.namespace)
+            chunk_key(piece.ids, facts.fingerprint, conditioning, self._tokenizer_digest, self.namespace, self._secret)
             for piece, conditioning in wanted
         ]
         pieces = dict(zip(keys, wanted, strict=True))
-        have: dict[str, Chunk] = {}
-        lacking: dict[str, tuple[Piece, tuple[int, ...]]] = {}
-        for (key, (piece, conditioning)), chunk in zip(pieces.items(), self._get(list(pieces), report), strict=True):
-            chunk = self._checked(chunk, piece, facts, conditioning)
-            if chunk is None:
-                lacking[key] = piece, conditioning
-            else:
-                have[key] = chunk
+        budget = self._budget(facts, sum(len(piece.ids) for piece, _ in pieces.values()))
+        have: dict[str, Chunk] = self._usable(pieces, facts, report, budget)
+        lacking = {key: piece for key, piece in pieces.items() if key not in have}
         if not compute:
             have |= {key: MissingChunk(torch.tensor(piece.ids)) for key, (piece, _) in lacking.items()}
         elif lacking:
             with self._lock:  # one prefill at a time: what another thread has just computed is not computed again
-                self._fill(lacking, have, facts, report)
+                self._fill(lacking, have, facts, report, budget)
         if strict and report.put_failures:
             raise ChunkMissError(
-                f"{report.put_failures} chunks could not be stored: give the pool more than "
-                f"{self.pool.capacity_bytes:,} bytes, or use strict=False"
+                f"{report.put_failures} chunks could not be stored: give the store more room than the chunks of a "
+                "prompt take (capacity_bytes), see its stats, or use strict=False"
             )
         return [have[key] for key in keys]
 
+    def _budget(self, facts: ModelFacts, tokens: int) -> Budget:
+        """How long this prompt may wait for stores."""
+        if self.deadline_s is not None or not getattr(self.pool, "shared", False):
+            return Budget(self.deadline_s)
+        weight = next(self.model.parameters())
+        dtype = weight.dtype if weight.dtype.is_floating_point else facts.dtype
+        return Budget(max(DEADLINE_S, 0.1 * seconds_to_compute(facts.shape, tokens, weight.device, dtype)))
+
     def _fill(
         self,
-        lacking: dict[str, tuple[Piece, tuple[int, ...]]],
+        lacking: dict[str, Wanted],
         have: dict[str, Chunk],
         facts: ModelFacts,
         report: BlendReport,
+        budget: Budget,
     ) -> None:
         """Computes and stores what is lacking, by conditioning; what the store makes of it is used at once."""
-        there = [key for key in lacking if key in self.pool]
-        for key, chunk in zip(there, self._get(there, report), strict=True):
-            if (chunk := self._checked(chunk, lacking[key][0], facts, lacking[key][1])) is not None:
-                have[key] = chunk
-                del lacking[key]
+        there = {key: lacking[key] for key in lacking if key in self.pool}
+        have |= self._usable(there, facts, report, budget)
+        lacking = {key: piece for key, piece in lacking.items() if key not in have}
         for conditioning in dict.fromkeys(c for _, c in lacking.values()):
             group = {key: piece for key, (piece, c) in lacking.items() if c == conditioning}
             with report.clock.stage("prefill"):
-                made = self._compute(list(group.values()), conditioning)
+                made = self._compute(group, conditioning)
             report.prefilled_tokens += sum(map(len, made))
-            for key, (chunk, kept) in zip(group, self._put(made, report), strict=True):
+            for key, (chunk, kept) in zip(group, self._put(made, report, budget), strict=True):
                 have[key] = chunk
                 report.put_failures += not kept
 
-    def _get(self, keys: Sequence[str], report: BlendReport) -> Sequence[ChunkCache | None]:
-        """What the store has; a store that fails has nothing."""
+    def _usable(
+        self, wanted: Mapping[str, Wanted], facts: ModelFacts, report: BlendReport, budget: Budget
+    ) -> dict[str, Chunk]:
+        """Those chunks that the store has, and that are what their keys say; a store that fails has none."""
+        if not wanted:
+            return {}
+        before = faults_of(self.pool)
         try:
-            return self.pool.get_many(keys)
+            found = self.pool.fetch(list(wanted), attachment_of(self.model).homes, budget)
         except Exception as error:
-            report.notes.append(f"the store failed to get {len(keys)} chunks, which were computed instead: {error!r}")
-            return [None] * len(keys)
+            report.notes.append(f"the store failed to get {len(wanted)} chunks, which were computed instead: {error!r}")
+            return {}
+        report.note_faults(before, faults_of(self.pool))
+        have: dict[str, Chunk] = {}
+        for (key, (piece, conditioning)), got in zip(wanted.items(), found, strict=True):
+            if (chunk := self._checked(got.chunk, piece, facts, conditioning)) is not None:
+                have[key] = chunk
+                report.loaded[got.tier] = report.loaded.get(got.tier, 0) + len(chunk)
+        return have
 
-    def _put(self, chunks: Sequence[ChunkCache], report: BlendReport) -> Sequence[tuple[ChunkCache, bool]]:
+    def _put(
+        self, chunks: Sequence[ChunkCache], report: BlendReport, budget: Budget
+    ) -> Sequence[tuple[ChunkCache, bool]]:
         """Chunks as the store gives them from now on, and whether it kept them; one that fails did not."""
+        before = faults_of(self.pool)
         try:
-            return self.pool.put_many(chunks)
+            kept = self.pool.put_many(chunks, budget)
         except Exception as error:
             report.notes.append(f"the store failed to keep {len(chunks)} chunks: {error!r}")
             return [(chunk, False) for chunk in chunks]
+        report.note_faults(before, faults_of(self.pool))
+        return kept
 
     def _checked(
         self, chunk: ChunkCache | None, piece: Piece, facts: ModelFacts, conditioning: tuple[int, ...]
@@ -267,17 +321,22 @@ class ChunkLibrary:
         )
         return chunk if same else None
 
-    def _compute(self, pieces: list[Piece], conditioning: tuple[int, ...]) -> list[ChunkCache]:
-        """Chunks of pieces that were not in the store."""
+    def _compute(self, pieces: Mapping[str, Piece], conditioning: tuple[int, ...]) -> list[ChunkCache]:
+        """Chunks of pieces, by key, that were not in the store."""
         made = prefill(
             self.model,
-            [list(piece.ids) for piece in pieces],
+            [list(piece.ids) for piece in pieces.values()],
             conditioning=conditioning,
             namespace=self.namespace,
             batch_tokens=self.batch_tokens,
             progress=self.progress,
         )
         return [
-            replace(chunk, tokenizer=self._tokenizer_digest, text=piece.text)
-            for chunk, piece in zip(made, pieces, strict=True)
+            replace(
+                chunk,
+                tokenizer=self._tokenizer_digest,
+                text=piece.text,
+                keyed="" if self._secret is None else key,
+            )
+            for chunk, (key, piece) in zip(made, pieces.items(), strict=True)
         ]

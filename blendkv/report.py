@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -78,6 +78,8 @@ class BlendReport:
         cache_bytes: buffers allocated for the prompt's keys and values.
         put_failures: chunks that the store did not keep.
         prefilled_tokens: chunk tokens computed for this prompt because the store did not have them.
+        loaded: chunk tokens by where they came from: "memory", or the URL of a store.
+        store_faults: by URL, why entries were missed or not kept while this prompt waited, and how many.
         kernels: what computed it: Triton kernels, or torch and SDPA, and then why.
         notes: remarks for the reader (fallbacks taken).
     """
@@ -92,6 +94,8 @@ class BlendReport:
     cache_bytes: int = 0
     put_failures: int = 0
     prefilled_tokens: int = 0
+    loaded: dict[str, int] = field(default_factory=dict)
+    store_faults: dict[str, dict[str, int]] = field(default_factory=dict)
     kernels: str = ""
     notes: list[str] = field(default_factory=list)
     clock: Clock = field(default_factory=lambda: Clock(), repr=False)
@@ -126,6 +130,20 @@ class BlendReport:
                 reasons[use.reason] = reasons.get(use.reason, 0) + use.found
         return reasons
 
+    def note_faults(self, before: Mapping[str, Mapping[str, int]], after: Mapping[str, Mapping[str, int]]) -> None:
+        """Adds the faults that stores counted in between."""
+        for url, faults in after.items():
+            for fault, count in faults.items():
+                if (more := count - before.get(url, {}).get(fault, 0)) > 0:
+                    mine = self.store_faults.setdefault(url, {})
+                    mine[fault] = mine.get(fault, 0) + more
+
+    def take_over(self, other: BlendReport) -> None:
+        """Goes on with what happened before the cache of this report was made."""
+        self.clock, self.notes = other.clock, other.notes
+        self.put_failures, self.prefilled_tokens = other.put_failures, other.prefilled_tokens
+        self.loaded, self.store_faults = other.loaded, other.store_faults
+
     def remark(self, text: str) -> None:
         """Adds a note, once."""
         if text not in self.notes:
@@ -143,6 +161,8 @@ class BlendReport:
             "cache_bytes": self.cache_bytes,
             "put_failures": self.put_failures,
             "prefilled_tokens": self.prefilled_tokens,
+            "loaded": self.loaded,
+            "store_faults": self.store_faults,
             "seconds": self.seconds,
             "misses": self.misses,
             "layers": [asdict(layer) for layer in self.layers],
@@ -169,6 +189,10 @@ class BlendReport:
         ]
         if self.misses:
             rows.append(("misses", ", ".join(f"{n} tokens {reason}" for reason, n in self.misses.items())))
+        if self.loaded:
+            rows.append(("loaded", ", ".join(f"{n:,} tokens from {tier}" for tier, n in self.loaded.items())))
+        for url, faults in self.store_faults.items():
+            rows.append(("store faults", f"{url}: " + ", ".join(f"{n} {fault}" for fault, n in faults.items())))
         if self.prefilled_tokens:
             rows.append(("prefilled", f"{self.prefilled_tokens:,} tokens that the store did not have"))
         if self.put_failures:

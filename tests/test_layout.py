@@ -17,12 +17,13 @@ kernels.rows kernels.rans kernels.klt kernels.mass kernels.attention kernels chu
 selectors.base selectors.static selectors.deviation selectors stores.base stores.deadline stores.keys stores.urls
 stores.files stores.hits stores.inventory stores.disk stores.breaker stores.resp stores.valkey_server
 stores.valkey_servers stores.valkey_url stores.valkey stores.catalog stores.valkey_centre stores.patience
-stores.remote stores.eviction stores.pool stores stores.upkeep stores.checking stores.inspection attention cache facts
-plan buffers waits graphs norms blend decoding attachment hooks learning proof attaching layout prefilling library
-texts trials calibrating models contract testing passages bench bench.measure bench.tasks bench.methods bench.shapes
-bench.prompts bench.gates bench.decode bench.memory bench.results bench.kernels bench.coding bench.loading bench.ttft
-bench.codec_table bench.table bench.plot bench.quality bench.coders bench.codec bench.joint verify families survey
-guide demo _console _options cli_bench cli_codec cli_stores cli
+stores.remote stores.eviction stores.coding stores.pool stores.writing stores.tiered stores stores.upkeep
+stores.checking stores.inspection attention cache facts plan buffers waits graphs norms blend decoding attachment
+hooks learning proof attaching layout pace prefilling library documents precompute texts trials calibrating models
+contract testing passages bench bench.measure bench.tasks bench.methods bench.shapes bench.prompts bench.gates
+bench.decode bench.memory bench.results bench.kernels bench.coding bench.loading bench.ttft bench.codec_table
+bench.table bench.plot bench.quality bench.coders bench.codec bench.joint verify families survey guide demo _console
+_options cli_bench cli_codec cli_stores cli_precompute cli
 """
 ORDER = _ORDER.split()
 

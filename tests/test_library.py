@@ -265,7 +265,8 @@ def test_options(library):
         ({"chunk_tokens": 0}, "chunk_tokens"),
         ({"recompute_ratio": 2.0}, "outside"),
         ({"selector": "x"}, "unknown selector"),
-        ({"store": "ftp://x"}, "memory://"),
+        ({"store": 7}, "is no store"),
+        ({"deadline_s": -1.0}, "deadline_s"),
         ({"condition": "bos"}, "BOS"),
     ],
 )

@@ -1,25 +1,30 @@
 """Where chunks are kept.
 
-A `Pool` holds `ChunkCache` objects in memory; a `Store` holds bytes under a key (disk, S3, Valkey).
+A `Pool` holds `ChunkCache` objects in memory; a `Store` holds bytes under a key (disk, S3, Valkey); a `TieredStore` is
+a pool over stores.
 """
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from blendkv.errors import StoreError
 from blendkv.stores.base import Entry, Store, StoreStats
-from blendkv.stores.deadline import deadline
+from blendkv.stores.deadline import Budget, deadline
 from blendkv.stores.urls import shown
 
 if TYPE_CHECKING:
     from blendkv.stores.disk import DiskStore
     from blendkv.stores.pool import Pool, PoolStats
     from blendkv.stores.remote import RemoteStore
+    from blendkv.stores.tiered import TieredStats, TieredStore
+    from blendkv.stores.valkey import ValkeyStore
 
 __all__ = [
+    "Budget",
     "DiskStore",
     "Entry",
     "Pool",
@@ -27,8 +32,12 @@ __all__ = [
     "RemoteStore",
     "Store",
     "StoreStats",
+    "TieredStats",
+    "TieredStore",
+    "ValkeyStore",
     "deadline",
-    "open_pool",
+    "faults_of",
+    "open_chunks",
     "open_store",
 ]
 
@@ -37,6 +46,9 @@ _HOME = {
     "Pool": "blendkv.stores.pool",
     "PoolStats": "blendkv.stores.pool",
     "RemoteStore": "blendkv.stores.remote",
+    "TieredStats": "blendkv.stores.tiered",
+    "TieredStore": "blendkv.stores.tiered",
+    "ValkeyStore": "blendkv.stores.valkey",
 }
 _REMOTE = "blendkv.stores.remote:RemoteStore"
 _VALKEY = "blendkv.stores.valkey:ValkeyStore.from_url"
@@ -87,25 +99,50 @@ def store_schemes() -> list[str]:
     return sorted({*_STORES, *(e.name for e in entry_points(group="blendkv.stores"))})
 
 
-_VERBS = ("get_many", "put_many", "clear", "__contains__")
-"""What a library asks of a pool."""
+_VERBS = ("fetch", "put_many", "clear", "__contains__")
+"""What a library asks of the chunks that it was given."""
 
 
-def open_pool(url: str | Pool, capacity_bytes: int | None = None) -> Pool:
-    """The pool behind a URL; `memory://` is what this version has.
+def open_chunks(
+    store: Any, capacity_bytes: int | None = None, codec: Any = None, secret: bytes | None = None
+) -> Pool | TieredStore:
+    """Where a library keeps chunks.
+
+    Args:
+        store: `memory://`, a path or URL (`open_store`) or a `Store`, which get a pool above them; or a `Pool` or
+            `TieredStore`, which have settings of their own.
+        capacity_bytes: of the pool.
+        codec: how chunks are kept, in memory where there is nothing else.
+        secret: of a tenant (`TieredStore`).
 
     Raises:
-        ValueError: for another scheme, or something that is no pool.
+        StoreError: if a store cannot be opened.
+        ValueError: for something that is no store, or settings that go elsewhere.
     """
-    if not isinstance(url, str):
-        if lacking := [name for name in _VERBS if not hasattr(url, name)]:
-            raise ValueError(f"store={url!r} is no pool: it has no {', '.join(lacking)}; derive it from Pool")
-        return url
-    if url != "memory://":
+    if isinstance(store, os.PathLike):
+        store = os.fspath(store)
+    if isinstance(store, str) and store != "memory://":
+        store = open_store(store)
+    pool = import_module("blendkv.stores.pool").Pool
+    if isinstance(store, str):
+        return pool(capacity_bytes, codec=codec)
+    if isinstance(store, Store):
+        tiered = import_module("blendkv.stores.tiered").TieredStore
+        return tiered(pool(capacity_bytes), store, codec=codec, secret=secret)
+    if lacking := [name for name in _VERBS if not hasattr(store, name)]:
         raise ValueError(
-            f"store={url!r}: this version keeps chunks in memory only; pass store='memory://' or a blendkv.stores.Pool"
+            f"store={store!r} is no store: it has no {', '.join(lacking)}; give a URL, a Store, a Pool (or a class "
+            "derived from it) or a TieredStore"
         )
-    return import_module("blendkv.stores.pool").Pool(capacity_bytes)
+    given = {"capacity_bytes": capacity_bytes, "codec": codec, "secret": secret}
+    if wrong := [name for name, value in given.items() if value is not None]:
+        raise ValueError(f"{', '.join(wrong)} with store={store!r}: give it to that when you make it")
+    return store
+
+
+def faults_of(chunks: Any) -> dict[str, dict[str, int]]:
+    """Faults so far of the stores below, by URL."""
+    return {store.url: dict(store.stats.faults) for store in getattr(chunks, "stores", ())}
 
 
 def _load(url: str, place: str) -> Any:

@@ -29,3 +29,27 @@ def remaining(most: float) -> float:
     """Seconds that are left, at most `most`, never below zero."""
     end = _END.get()
     return most if end is None else max(0.0, min(most, end - time.monotonic()))
+
+
+class Budget:
+    """Seconds that one prompt may wait for stores in all, however often it asks them.
+
+    Args:
+        seconds: in all; None sets no limit.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self.left = seconds
+
+    @contextmanager
+    def spend(self) -> Generator[None]:
+        """What stores do within must end before the rest of the budget is used up, and takes from it."""
+        if self.left is None:
+            yield
+            return
+        begin = time.monotonic()
+        try:
+            with deadline(max(0.0, self.left)):
+                yield
+        finally:
+            self.left -= time.monotonic() - begin

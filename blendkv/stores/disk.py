@@ -8,7 +8,7 @@ import stat
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from urllib.parse import unquote, urlsplit
 
@@ -48,9 +48,15 @@ class DiskStore:
         durable: what was put outlives a loss of power, at the price of waiting for the disk.
         create: False opens a folder only if it is there, writes nothing into it, and lets no entry give way for that.
 
+    Attributes:
+        local: True, as of every store that nobody but this user reaches and that never keeps anybody waiting.
+        on_evict: called with key and bytes of what is about to make room for something else; it must be quick.
+
     Raises:
         StoreError: if the folder cannot be used.
     """
+
+    local = True
 
     def __init__(
         self,
@@ -67,6 +73,7 @@ class DiskStore:
         self.url = "file://" + self._root
         self._lock = threading.RLock()
         self._reserved = 0
+        self.on_evict: Callable[[str, bytes], None] | None = None
         self._inventory, self._hits = Inventory(self._root), Hits(self._root)
         weakref.finalize(self, self._hits.write)
         try:
@@ -298,8 +305,19 @@ class DiskStore:
                 if status.st_mtime_ns > used:  # another process read it
                     self._inventory.touch(name, status.st_mtime_ns)
                     continue
+            self._hand_on(name)
             self.stats.count("evictions", times=self._remove(name))
         return self._inventory.bytes <= before - size
+
+    def _hand_on(self, name: str) -> None:
+        """Tells who wants to know what is about to be evicted."""
+        key = key_of(name.partition("/")[2])
+        if self.on_evict is None or key is None or name.startswith(f"{BAD}/"):
+            return
+        with suppress(OSError), folder(f"{self._root}/{name.partition('/')[0]}") as at:
+            with DiskSource.open(name.partition("/")[2], at) as source:
+                data = bytes(source.read(0, source.size))
+            self.on_evict(key, data)
 
     def _remove(self, name: str) -> bool:
         """False if somebody else did."""

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from blendkv.chunk import ChunkCache
-from blendkv.chunkfile import ChunkFile, encode_chunk
-from blendkv.codecs import Codec, Profile, get_codec
+from blendkv.chunkfile import ChunkFile
+from blendkv.codecs import Codec, get_codec
 from blendkv.errors import ChunkFileError
 from blendkv.expanding import decode_each
+from blendkv.stores.coding import Coding, CodingStats
+from blendkv.stores.deadline import Budget
 from blendkv.stores.eviction import Eviction, get_eviction
 
 DEFAULT_CAPACITY_BYTES = 8 * 2**30
 
 
 @dataclass
-class PoolStats:
-    """What a pool did since it was made.
+class PoolStats(CodingStats):
+    """What a pool did since it was made; `CodingStats` are of what it was to encode, and kept as it is if refused.
 
     Attributes:
         hits: chunks that were there.
@@ -33,9 +36,6 @@ class PoolStats:
         evictions: chunks that made room.
         bytes: held now.
         damaged: encoded chunks that could not be decoded, and were forgotten.
-        uncoded: puts that the codec refused; they are kept as they are.
-        refusal: what the codec said when it last refused one.
-        foreign: puts of chunks of another model than the codec's profile; of layers of the same shapes, or refused.
     """
 
     hits: int = 0
@@ -45,9 +45,19 @@ class PoolStats:
     evictions: int = 0
     bytes: int = 0
     damaged: int = 0
-    uncoded: int = 0
-    refusal: str = ""
-    foreign: int = 0
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What came of asking for a chunk.
+
+    Attributes:
+        chunk: or None.
+        tier: where it came from: "memory", or the URL of a store.
+    """
+
+    chunk: ChunkCache | None
+    tier: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,10 +111,12 @@ class Pool:
             raise ValueError(f"capacity_bytes={capacity_bytes}: give a positive number of bytes")
         if pin_memory and not torch.cuda.is_available():
             raise ValueError("pin_memory=True needs a CUDA device: leave it out to keep chunks in ordinary memory")
-        codec = None if codec is None else get_codec(codec)
-        self.codec = None if codec is None or codec.name == "raw" else codec
         self.device, self.pin_memory = device, pin_memory
         self.stats = PoolStats()
+        self._coding = Coding(None if codec is None else get_codec(codec), self.stats)
+        self.codec = self._coding.codec
+        self.on_evict: Callable[[str, ChunkCache | Encoded], None] | None = None
+        """Called with what has just made room for something else."""
         self._entries: dict[str, ChunkCache | Encoded] = {}
         self._eviction = get_eviction(eviction)
         self._pins: Counter[str] = Counter()
@@ -113,25 +125,7 @@ class Pool:
     @property
     def notes(self) -> list[str]:
         """What who uses these chunks should know: that they are not exact, or take more memory than was meant."""
-        if self.codec is None:
-            return []
-        said, name = [], f"codec {self.codec.name!r}"
-        if self.codec.needs_profile:
-            said.append(
-                f"chunks are kept with {name}, level {self.codec.level}, which is lossy: answers may differ from those "
-                "of exact chunks"
-            )
-        if self.stats.uncoded:
-            said.append(
-                f"{name} refused {self.stats.uncoded} chunks since the store was made, which are kept as they are; the "
-                f"last because: {self.stats.refusal}"
-            )
-        if self.stats.foreign:
-            said.append(
-                f"{self.stats.foreign} chunks are of another model than the profile of {name}, or of the same in "
-                "another dtype: far more may be lost than was measured; make one of this model (`blendkv profile`)"
-            )
-        return said
+        return [] if self.codec is None else self._coding.notes(instead="kept as they are")
 
     def get(self, key: str) -> ChunkCache | None:
         """The chunk under `key`, now the most recently used, or None; counted as a hit or a miss."""
@@ -141,12 +135,38 @@ class Pool:
         """`get` for every key; encoded chunks are decoded together."""
         return [self.get(key) for key in keys] if self.codec is None else self._fetch(keys)
 
+    def fetch(
+        self, keys: Sequence[str], homes: Sequence[torch.device] = (), budget: Budget | None = None
+    ) -> list[Fetched]:
+        """What a library asks: chunks, and where they came from. Memory has no use for homes and budget."""
+        return [Fetched(chunk, "" if chunk is None else "memory") for chunk in self.get_many(keys)]
+
+    def peek(self, key: str) -> ChunkCache | Encoded | None:
+        """What is kept under a key; neither counted nor decoded, and no more recently used than before."""
+        return self._entries.get(key)
+
     def put(self, chunk: ChunkCache) -> bool:
         """Keeps a chunk under its key; False (and counted) if it cannot fit beside what is pinned."""
         return self._keep(chunk.key, self._entry(chunk))
 
-    def put_many(self, chunks: Sequence[ChunkCache]) -> list[tuple[ChunkCache, bool]]:
-        """`put` for every chunk.
+    def put_file(
+        self, key: str, data: bytes, homes: Sequence[torch.device], opened: Callable[[Tensor], ChunkFile] = ChunkFile
+    ) -> bool:
+        """Keeps the bytes of a chunk file that was verified; they are decoded by every `get`.
+
+        Args:
+            key: of the chunk.
+            data: the file.
+            homes: where each layer is wanted.
+            opened: opens it, with whatever secret or codec that takes.
+
+        Raises:
+            ChunkFileError: if this is no chunk file that can be read here.
+        """
+        return self._keep(key, self._encoded(data, homes, opened))
+
+    def put_many(self, chunks: Sequence[ChunkCache], budget: Budget | None = None) -> list[tuple[ChunkCache, bool]]:
+        """`put` for every chunk; memory has no use for a budget.
 
         Returns:
             For each chunk what `get` makes of it, which is another with a codec that loses something, and whether it
@@ -164,30 +184,32 @@ class Pool:
 
     def _entry(self, chunk: ChunkCache) -> ChunkCache | Encoded:
         """A chunk in the form and the memory in which it is kept."""
-        if self.codec is not None:
-            profile = getattr(self.codec, "profile", None)
-            made_of = profile.about.get("fingerprint") if isinstance(profile, Profile) else None
-            if made_of not in (None, chunk.fingerprint):
-                with self._lock:
-                    self.stats.foreign += 1
-            try:
-                data = encode_chunk(chunk, self.codec)
-            except ValueError as error:
-                with self._lock:
-                    self.stats.uncoded += 1
-                    self.stats.refusal = str(error)
-            else:
-                tensor = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
-                if self.pin_memory:
-                    tensor = tensor.pin_memory()
-                elif self.device is not None:
-                    tensor = tensor.to(self.device)
-                return Encoded(ChunkFile(tensor, codec=self.codec), tuple(k.device for k in chunk.keys))
+        if self.codec is not None and (data := self._coding.encode(chunk)) is not None:
+            return self._encoded(data, tuple(k.device for k in chunk.keys), self._open)
         if self.pin_memory:
             return chunk.pin_memory()
         return chunk if self.device is None else chunk.to(self.device)
 
+    def _open(self, tensor: Tensor) -> ChunkFile:
+        return ChunkFile(tensor, codec=self.codec)
+
+    def _encoded(self, data: bytes, homes: Sequence[torch.device], opened: Callable[[Tensor], ChunkFile]) -> Encoded:
+        tensor = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+        if self.pin_memory:
+            tensor = tensor.pin_memory()
+        elif self.device is not None:
+            tensor = tensor.to(self.device)
+        return Encoded(opened(tensor), tuple(homes))
+
     def _keep(self, key: str, entry: ChunkCache | Encoded) -> bool:
+        evicted: list[tuple[str, ChunkCache | Encoded]] = []
+        kept = self._store(key, entry, evicted)
+        if self.on_evict is not None:
+            for gone in evicted:
+                self.on_evict(*gone)
+        return kept
+
+    def _store(self, key: str, entry: ChunkCache | Encoded, evicted: list[tuple[str, ChunkCache | Encoded]]) -> bool:
         with self._lock:
             known = key in self._entries
             if known:
@@ -197,7 +219,9 @@ class Pool:
                 self.stats.rejected += 1
                 return False
             while self.stats.bytes + entry.nbytes > self.capacity_bytes:
-                self._drop(next(key for key in self._eviction.victims() if not self._pins[key]))
+                victim = next(key for key in self._eviction.victims() if not self._pins[key])
+                evicted.append((victim, self._entries[victim]))
+                self._drop(victim)
                 self.stats.evictions += 1
             self._entries[key] = entry
             self._eviction.put(key, entry.nbytes)
@@ -266,18 +290,24 @@ class Pool:
         self._eviction.drop(key)
 
 
+def decode_at(files: Sequence[ChunkFile], homes: Sequence[torch.device]) -> list[ChunkCache | ChunkFileError]:
+    """Chunks of files of one model, or an error for each that is damaged, with every layer where it is wanted."""
+    return [
+        chunk if isinstance(chunk, ChunkFileError) else _spread(chunk, homes) for chunk in decode_each(files, homes[0])
+    ]
+
+
 def _decode(entries: Sequence[ChunkCache | Encoded]) -> list[ChunkCache | ChunkFileError]:
-    """Chunks of entries, those of one device together; an error for each that is damaged."""
+    """Chunks of entries, those of the same homes together; an error for each that is damaged."""
     decoded: dict[int, ChunkCache | ChunkFileError] = {}
-    encoded: dict[torch.device, list[tuple[int, Encoded]]] = {}
+    encoded: dict[tuple[torch.device, ...], list[tuple[int, Encoded]]] = {}
     for i, entry in enumerate(entries):
         if isinstance(entry, Encoded):
-            encoded.setdefault(entry.homes[0], []).append((i, entry))
+            encoded.setdefault(entry.homes, []).append((i, entry))
         else:
             decoded[i] = entry
-    for device, those in encoded.items():
-        for (i, entry), chunk in zip(those, decode_each([entry.file for _, entry in those], device), strict=True):
-            decoded[i] = chunk if isinstance(chunk, ChunkFileError) else _spread(chunk, entry.homes)
+    for homes, those in encoded.items():
+        decoded |= zip([i for i, _ in those], decode_at([entry.file for _, entry in those], homes), strict=True)
     return [decoded[i] for i in range(len(entries))]
 
 

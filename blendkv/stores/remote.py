@@ -41,6 +41,10 @@ class RemoteStore:
         calls: most calls under way.
         **options: of the file system, such as `key`, `secret`, `endpoint_url` for S3.
 
+    Attributes:
+        read_only: whether puts are refused.
+        local: whether nobody but this user reaches it, and it keeps nobody waiting.
+
     Raises:
         StoreError: if it cannot be reached, refuses, or needs a package that is not installed.
     """
@@ -51,7 +55,8 @@ class RemoteStore:
         scheme = url.partition("://")[0]
         self.url, self.stats = shown(url), StoreStats()
         self._timeout, self._put_timeout = timeout, put_timeout
-        self._read_only, self._whole = scheme in READ_ONLY, scheme in _WHOLE
+        self.local = scheme in ("memory", "file", "local")
+        self.read_only, self._whole = scheme in READ_ONLY, scheme in _WHOLE
         self._breaker, self._patience = Breaker(), Patience(calls)
         try:
             settings = {**_patient(scheme, timeout), **options, "skip_instance_cache": True}
@@ -59,8 +64,8 @@ class RemoteStore:
         except ImportError as error:
             extra = "pip install 'blendkv[s3]'" if scheme in ("s3", "s3a", "http", "https") else "install it"
             raise StoreError(f"{self.url} needs a package that is not there ({error}): {extra}") from error
-        except ValueError as error:
-            raise StoreError(f"{self.url} cannot be opened: {error}") from error
+        except Exception as error:  # some file systems connect here
+            raise StoreError(f"{self.url} cannot be opened: {error}; look at host, network and settings") from error
         if scheme in ("s3", "s3a"):
             self._fs.retries = 1  # botocore does that
         self._root = self._root.rstrip("/")
@@ -117,7 +122,7 @@ class RemoteStore:
     def put(self, key: str, data: bytes) -> bool:
         """Stores an entry; False if it could not be kept, or not in time."""
         fault = "" if is_key(key) else "key"
-        if not fault and self._read_only:
+        if not fault and self.read_only:
             fault = "readonly"
         if not fault:
             try:
@@ -129,7 +134,7 @@ class RemoteStore:
 
     def delete(self, key: str) -> None:
         """Forgets an entry; an unknown key is fine."""
-        if is_key(key) and not self._read_only:
+        if is_key(key) and not self.read_only:
             with suppress(Exception):
                 self._ask(lambda: self._fs.rm_file(self._path(key)), self._timeout)
 

@@ -15,6 +15,7 @@ from blendkv import (
     ChunkMissError,
     NotAttachedError,
     Pool,
+    StoreError,
     UnsupportedModelError,
     _compat,
     attach,
@@ -405,10 +406,10 @@ def test_options_of_the_library(model):
         ({"on_miss": "skip"}, "'prefill' or 'recompute'"),
         ({"chunk_tokens": 0}, "at least one"),
         ({"condition": "bos"}, "no BOS token: choose"),
-        ({"store": "s4://bucket"}, "memory://"),
+        ({"store": "s4://bucket"}, "unknown scheme 's4'"),
         ({"capacity_bytes": 0}, "positive"),
     ):
-        with pytest.raises(ValueError, match=match):
+        with pytest.raises((ValueError, StoreError), match=match):
             ChunkLibrary(model, tokenizer, **options)
 
 

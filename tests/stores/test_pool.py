@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 
-from blendkv import ChunkCache, Pool
-from blendkv.stores import open_pool
+from blendkv import ChunkCache, Pool, StoreError
+from blendkv.stores import open_chunks
 
 
 def chunk(name: int, tokens: int = 4) -> ChunkCache:
@@ -114,13 +114,15 @@ def test_bad_capacity_and_url():
     for bad in (0, -1):
         with pytest.raises(ValueError, match="capacity_bytes"):
             Pool(bad)
-    with pytest.raises(ValueError, match="memory://"):
-        open_pool("s3://bucket")
-    with pytest.raises(ValueError, match="no pool: it has no get_many, put_many"):
-        open_pool({})
+    with pytest.raises(StoreError, match="unknown scheme"):
+        open_chunks("nowhere://bucket")
+    with pytest.raises(ValueError, match="is no store: it has no fetch, put_many"):
+        open_chunks({})
+    with pytest.raises(ValueError, match="capacity_bytes with store="):
+        open_chunks(Pool(), 77)
     pool = Pool()
-    assert open_pool(pool) is pool
-    assert open_pool("memory://", 77).capacity_bytes == 77
+    assert open_chunks(pool) is pool
+    assert open_chunks("memory://", 77).capacity_bytes == 77
 
 
 def test_threads_keep_the_books():

@@ -1,0 +1,283 @@
+"""Chunks in memory over stores of bytes."""
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from blendkv import Pool, encode_chunk
+from blendkv.chunk import chunk_key
+from blendkv.codecs.raw import Raw
+from blendkv.errors import ChunkFileError
+from blendkv.stores import Budget, DiskStore, TieredStore
+from tests.chunks import assert_same, make_chunk
+from tests.stores.dicts import DictStore
+
+SECRET = b"0123456789abcdef"
+CHUNKS = [make_chunk(tokens=5 + seed, seed=seed, namespace="n", text=f"text {seed}") for seed in range(4)]
+
+
+class Rounding(Raw):
+    """Loses half of the bits."""
+
+    name = "rounding"
+    needs_profile = True
+
+    def encode_unit(self, first, keys, values):
+        return super().encode_unit(first, *([t.bfloat16().to(t.dtype) for t in states] for states in (keys, values)))
+
+
+KEYS = [chunk.key for chunk in CHUNKS]
+
+
+@pytest.fixture
+def near():
+    return DictStore("near", local=True)
+
+
+@pytest.fixture
+def far():
+    return DictStore("far")
+
+
+def assert_chunks(found, wanted=CHUNKS):
+    for a, b in zip(found, wanted, strict=True):
+        assert_same(a, b)
+
+
+def test_what_one_process_put_another_gets(near, far):
+    with TieredStore(near, far) as tiers:
+        assert [kept for _, kept in tiers.put_many(CHUNKS)] == [True] * 4
+        assert [got.tier for got in tiers.fetch(KEYS)] == ["memory"] * 4
+    other = TieredStore(near, far)
+    got = other.fetch(KEYS)
+    assert [each.tier for each in got] == ["near://"] * 4
+    assert_chunks([each.chunk for each in got])
+    assert "get_many" not in far.calls
+    assert_chunks(other.get_many(KEYS))
+    assert other.stats.hits == {"near://": 4, "memory": 4}
+    assert near.calls.count("get_many") == 1  # one question for all, and none for what memory has
+
+
+def test_what_is_far_comes_near(near, far):
+    far.entries = {chunk.key: encode_chunk(chunk) for chunk in CHUNKS}
+    tiers = TieredStore(near, far)
+    assert [got.tier for got in tiers.fetch(KEYS)] == ["far://"] * 4
+    assert tiers.flush(5)
+    assert near.entries == far.entries
+    assert tiers.stats.promoted == 4
+    assert tiers.get("0" * 64) is None
+    assert tiers.stats.misses == 1
+
+
+@pytest.mark.parametrize("write", ["through", "behind", None])
+def test_writing(near, far, write):
+    far.open.clear()
+    tiers = TieredStore(near, far, write=write)
+    if write == "through":
+        threading.Timer(0.2, far.open.set).start()
+    begin = time.monotonic()
+    assert tiers.put(CHUNKS[0])
+    assert (time.monotonic() - begin > 0.15) == (write == "through")
+    assert (KEYS[0] in near.entries) == (write != "behind") or tiers.flush(0.01) is False
+    assert (KEYS[0] in far.entries) == (write == "through")
+    assert tiers.fetch(KEYS[:1])[0].chunk is not None
+    tiers.pool.clear()
+    assert_same(tiers.get(KEYS[0]), CHUNKS[0])  # what waits to be written is there already
+    far.open.set()
+    tiers.close()
+    assert KEYS[0] in near.entries
+    assert KEYS[0] in far.entries
+
+
+def test_writing_back_gives_up_nothing(near, far):
+    nbytes = CHUNKS[3].nbytes
+    tiers = TieredStore(Pool(2 * nbytes), near, far, write="back")
+    for chunk in CHUNKS:
+        assert tiers.put(chunk)
+        assert tiers.flush(0) or True
+    assert_chunks(tiers.get_many(KEYS))
+    tiers.close()
+    assert set(near.entries) == set(KEYS)
+    assert not far.entries  # nothing was evicted from the near one
+
+
+def test_writing_back_waits_until_memory_is_full(near):
+    nbytes = CHUNKS[3].nbytes
+    tiers = TieredStore(Pool(2 * nbytes), near, write="back")
+    assert [kept for _, kept in tiers.put_many(CHUNKS[:2])] == [True, True]
+    assert not near.entries
+    tiers.put_many(CHUNKS[2:])
+    tiers._writers[0].flush(5)
+    assert set(near.entries) == set(KEYS[:2])
+    assert tiers.stats.demoted == 2
+    assert_chunks(tiers.get_many(KEYS))
+
+
+def test_a_folder_that_is_full_hands_on(tmp_path, far):
+    sizes = [len(encode_chunk(chunk)) for chunk in CHUNKS]
+    disk = DiskStore(tmp_path / "d", capacity_bytes=max(sizes) * 2)
+    tiers = TieredStore(Pool(CHUNKS[3].nbytes), disk, far, write="back")
+    for chunk in CHUNKS:
+        tiers.put(chunk)
+    tiers.close()
+    assert set(far.entries) | set(disk.keys()) == set(KEYS)
+    assert far.entries
+    fresh = TieredStore(DiskStore(tmp_path / "d"), far)
+    assert_chunks(fresh.get_many(KEYS))
+
+
+def damaged(data: bytes, how: str) -> bytes:
+    return {
+        "empty": b"",
+        "cut": data[:-1],
+        "longer": data + b"\0",
+        "flipped": data[:-9] + bytes([data[-9] ^ 1]) + data[-8:],
+        "another": encode_chunk(CHUNKS[1]),
+    }[how]
+
+
+@pytest.mark.parametrize("how", ["empty", "cut", "longer", "flipped", "another"])
+@pytest.mark.parametrize("place", ["near", "both"])
+def test_damage_is_a_miss_that_the_next_tier_makes_good(near, far, how, place):
+    good = encode_chunk(CHUNKS[0])
+    near.entries[KEYS[0]] = damaged(good, how)
+    far.entries[KEYS[0]] = damaged(good, how) if place == "both" else good
+    tiers = TieredStore(near, far)
+    got = tiers.fetch(KEYS[:1])[0]
+    assert (got.chunk is None) == (place == "both")
+    assert tiers.stats.damaged["near://"] == 1
+    assert tiers.flush(5)
+    assert near.entries.get(KEYS[0]) == (None if place == "both" else good)
+    assert (KEYS[0] in far.entries) == (place != "both")
+    assert any("damaged" in note for note in tiers.notes)
+    assert tiers.put(CHUNKS[0])
+    tiers.close()
+    assert near.entries[KEYS[0]] == far.entries[KEYS[0]] == good
+
+
+def test_a_folder_keeps_what_was_damaged_aside_and_takes_it_once_more(tmp_path):
+    disk = DiskStore(tmp_path)
+    TieredStore(disk).put(CHUNKS[0])
+    path = next(tmp_path.rglob("*.bkv"))
+    for attempt in (1, 2):
+        data = bytearray(path.read_bytes())
+        data[-20] ^= 4
+        path.write_bytes(data)
+        assert TieredStore(disk).get(KEYS[0]) is None
+        assert (tmp_path / "bad" / f"{KEYS[0]}.{attempt}").exists()
+        assert TieredStore(disk).put(CHUNKS[0]) == (attempt == 1)
+
+
+def test_stores_that_raise_and_refuse_cost_nothing(near, far):
+    near.raises = far.raises = RuntimeError("no")
+    tiers = TieredStore(near, far)
+    assert [kept for _, kept in tiers.put_many(CHUNKS)] == [True] * 4  # far may still take it
+    assert tiers.flush(5)
+    assert_chunks(tiers.get_many(KEYS))
+    tiers.pool.clear()
+    assert tiers.get_many(KEYS) == [None] * 4
+    assert not TieredStore(near).put(CHUNKS[0])
+    near.raises, near.refuses = None, True
+    assert not TieredStore(near).put(CHUNKS[0])
+
+
+def test_the_budget_is_for_all_that_is_not_local(near, far):
+    left = []
+
+    class Watched(DictStore):
+        def get_many(self, keys):
+            from blendkv.stores.deadline import remaining
+
+            left.append(remaining(99.0))
+            time.sleep(0.05)
+            return super().get_many(keys)
+
+    tiers = TieredStore(Watched("a", local=True), Watched("b"), Watched("c"))
+    budget = Budget(0.2)
+    tiers.fetch(KEYS, budget=budget)
+    assert left[0] == 99.0
+    assert 0.1 < left[1] <= 0.2
+    assert left[2] <= left[1] - 0.04
+    assert budget.left == pytest.approx(0.1, abs=0.05)
+    tiers.fetch(KEYS)
+    assert left[3:] == [99.0] * 3
+
+
+def test_a_tenant_with_a_secret(near):
+    tiers = TieredStore(near, secret=SECRET, key_id=b"1")
+    keys = [chunk_key(c.ids, c.fingerprint, c.conditioning, c.tokenizer, c.namespace, SECRET) for c in CHUNKS]
+    chunks = [replace(chunk, keyed=key) for chunk, key in zip(CHUNKS, keys, strict=True)]
+    tiers.put_many(chunks)
+    assert set(near.entries) == set(keys)
+    assert not set(keys) & set(KEYS)
+    again = TieredStore(near, secret=SECRET, key_id=b"1").get_many(keys)
+    assert_chunks(again, chunks)
+    assert [chunk.key for chunk in again] == keys
+    assert TieredStore(near).get_many(keys) == [None] * 4  # sealed: not read, and left alone
+    assert set(near.entries) == set(keys)
+    near.entries = {key: encode_chunk(chunk) for key, chunk in zip(keys, CHUNKS, strict=True)}
+    assert TieredStore(near, secret=SECRET).get_many(keys) == [None] * 4  # not sealed: not trusted
+    assert not near.entries
+
+
+def test_what_a_codec_loses_is_lost_from_the_first_time_on(near):
+    tiers = TieredStore(near, codec=Rounding())
+    (made, kept), *_ = tiers.put_many(CHUNKS)
+    assert kept
+    assert not torch.equal(made.keys[0], CHUNKS[0].keys[0])
+    assert_same(tiers.get(KEYS[0]), made)
+    tiers.pool.clear()
+    assert_same(tiers.get(KEYS[0]), made)
+
+
+def test_a_chunk_with_nan_stays_in_memory_and_is_told(near):
+    keys = (torch.full_like(CHUNKS[0].keys[0], float("nan")), *CHUNKS[0].keys[1:])
+    tiers = TieredStore(near)
+    ((_, kept),) = tiers.put_many([replace(CHUNKS[0], keys=keys)])
+    assert not kept
+    assert not near.entries
+    assert tiers.get(KEYS[0]) is not None
+    assert any("refused 1 chunks" in note for note in tiers.notes)
+
+
+def test_entries_that_need_what_is_not_here_are_left_alone(near, monkeypatch):
+    near.entries = {chunk.key: encode_chunk(chunk) for chunk in CHUNKS}
+
+    def no_codec(self, source):
+        raise ChunkFileError("no such codec", reason="codec")
+
+    monkeypatch.setattr(TieredStore, "_open", no_codec)
+    tiers = TieredStore(near)
+    assert tiers.get_many(KEYS) == [None] * 4
+    assert len(near.entries) == 4
+    assert tiers.stats.unreadable == {"codec": 4}
+    assert any("could not be read here" in note for note in tiers.notes)
+
+
+def test_deleted_everywhere(near, far):
+    far.open.clear()
+    tiers = TieredStore(near, far)
+    tiers.put_many(CHUNKS)
+    tiers.delete(KEYS[3])
+    far.open.set()
+    assert tiers.flush(5)
+    assert sorted(tiers.keys()) == sorted(KEYS[:3])
+    assert set(near.entries) == set(KEYS[:3])
+    assert tiers.get(KEYS[3]) is None
+
+
+def test_bad_settings(near):
+    for tiers, options, match in (
+        ((), {}, "at least one store"),
+        ((Pool(),), {}, "at least one store"),
+        (("~/chunks",), {}, "not a store yet"),
+        ((near, Pool()), {}, "is no store"),
+        ((near,), {"write": "later"}, "choose 'through'"),
+        ((near,), {"secret": b"short"}, "secret of 5 bytes"),
+        ((near,), {"codec": "zip"}, "zip"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            TieredStore(*tiers, **options)
