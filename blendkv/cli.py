@@ -12,6 +12,7 @@ from blendkv._console import print_json, print_table, work
 from blendkv._options import MODEL_HELP, Device, Dtype, Json, load, one_of
 from blendkv.cli_bench import bench
 from blendkv.cli_codec import profile
+from blendkv.cli_precompute import precompute
 from blendkv.cli_stores import evict, inspect, ls, verify_store
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ main = typer.Typer(
 )
 main.add_typer(bench, name="bench")
 main.command()(profile)
-for _command in (ls, inspect, evict, verify_store):
+for _command in (precompute, ls, inspect, evict, verify_store):
     main.command()(_command)
 
 
