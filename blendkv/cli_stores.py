@@ -279,7 +279,7 @@ def _print_inspection(found: Inspection, place: str, text: bool) -> None:
     rows = {
         "place": place,
         "key": f"{found.key or '(none)'}\n{right[found.right_key]}" if found.key else "(none: a file of another name)",
-        "size": f"{shown_size(found.size)}, {header.decoded_bytes / found.size:.1f}x smaller than decoded",
+        "size": f"{shown_size(found.size)}, decoded {shown_size(header.decoded_bytes)}",
         "format": f"version {told['version']}",
         "codec": f"{_codec(header)}{f', profile {header.profile_hash}' if header.profile_hash else ''}",
         "dtype": header.dtype,

@@ -109,7 +109,7 @@ def library(attached):
 
 
 def test_chunks_are_those_that_the_library_would_compute(library):
-    kv = library(chunk_tokens=40, batch_tokens=64)
+    kv = library(chunk_tokens=40, batch_tokens=128)
     seen = []
     done = precompute(kv, iter(TEXTS), on_batch=seen.append)
     alone = library(chunk_tokens=40).prefill(TEXTS)
@@ -141,8 +141,8 @@ def test_batches_are_full_and_memory_is_bounded(library, monkeypatch):
         lambda self, texts, system=None: asked.append(list(texts)) or plain(self, texts, system),
     )
     kv, most = library(chunk_tokens=30, batch_tokens=50), ASK_BATCHES * 50
-    long = " ".join(f"Sentence number {i} of a long text." for i in range(60))
-    documents = [*TEXTS, long, *TEXTS]
+    long = " ".join(f"Sentence number {i} of a long text." for i in range(30))
+    documents = [*TEXTS[:6], long, *TEXTS[:6]]
     done = precompute(kv, documents)
     assert "".join("".join(texts) for texts in asked) == "".join(documents)
     tokens = [sum(len(kv.tokenizer(text)["input_ids"]) for text in texts) for texts in asked]
@@ -155,7 +155,7 @@ def test_documents_are_read_as_they_are_needed(library):
     read = []
 
     def documents():
-        for text in TEXTS * 5:
+        for text in TEXTS[:8]:
             read.append(text)
             yield text
 
