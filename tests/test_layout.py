@@ -21,9 +21,10 @@ stores.remote stores.eviction stores.coding stores.pool stores.writing stores.ti
 stores.checking stores.inspection attention cache facts plan buffers waits graphs norms blend decoding attachment
 hooks learning proof attaching layout pace prefilling library documents precompute texts trials calibrating models
 contract testing passages bench bench.measure bench.tasks bench.methods bench.shapes bench.prompts bench.gates
-bench.decode bench.memory bench.results bench.kernels bench.coding bench.loading bench.ttft bench.codec_table
-bench.table bench.plot bench.quality bench.coders bench.codec bench.joint verify families survey guide demo _console
-_options cli_bench cli_codec cli_stores cli_precompute cli
+bench.decode bench.memory bench.results bench.stores bench.traces bench.eviction bench.kernels bench.coding
+bench.loading bench.ttft bench.codec_table bench.store_table bench.table bench.plot bench.quality bench.coders
+bench.codec bench.joint verify families survey guide demo _console _options cli_bench cli_bench_stores cli_codec
+cli_stores cli_precompute cli __main__
 """
 ORDER = _ORDER.split()
 

@@ -31,18 +31,27 @@ SETTINGS = {
     "ttft": SETTING,
     "codec": ("model", "dtype", "tokens", "continuation", "contexts"),
     "joint": ("model", "dtype", "task", "prompts", "selector"),
+    "stores": ("device",),
+    "pool": ("device",),
+    "eviction": ("documents", "requests", "seeds"),
 }
 """For each command the fields that rows of one table share."""
 IDENTITIES = {
     "ttft": IDENTITY,
     "codec": (*SETTINGS["codec"], "codec", "level"),
     "joint": (*SETTINGS["joint"], "codec", "level", "change", "ratio"),
+    "stores": (*SETTINGS["stores"], "store", "size"),
+    "pool": (*SETTINGS["pool"], "entries", "eviction"),
+    "eviction": (*SETTINGS["eviction"], "zipf", "drift", "capacity", "policy"),
 }
 """For each command the fields that tell its rows apart."""
 _NEEDED = {
     "ttft": ("device", *METHOD, "ttft_s", "speedup"),
     "codec": ("device", *IDENTITIES["codec"]),
     "joint": ("device", *IDENTITIES["joint"], "bits_per_element", "kl"),
+    "stores": (*IDENTITIES["stores"], "get_mb_s", "put_mb_s"),
+    "pool": (*IDENTITIES["pool"], "get_us"),
+    "eviction": (*IDENTITIES["eviction"], "hit_rate", "byte_hit_rate"),
 }
 _ORDER = {name: i for i, name in enumerate(("full", "prefix", "reuse", "blend"))}
 

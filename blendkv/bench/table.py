@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
-from blendkv.bench import codec_table
+from blendkv.bench import codec_table, store_table
 from blendkv.bench.results import METHOD, Row, by_setting, kind, read_rows
 
 COLUMNS = (
@@ -22,7 +22,8 @@ def markdown(rows: Iterable[Row]) -> str:
     tables = []
     for setting in by_setting(rows):
         if kind(setting[0]) != "ttft":
-            tables.append(codec_table.markdown(setting))
+            others = store_table if kind(setting[0]) in store_table.KINDS else codec_table
+            tables.append(others.markdown(setting))
             continue
         lines = [_line(list(runs)) for _, runs in groupby(_by_method(setting), key=_method_key)]
         head = ["| " + " | ".join(COLUMNS) + " |", "|---|---|" + "---:|" * (len(COLUMNS) - 2)]

@@ -120,12 +120,13 @@ class DiskStore:
     def _read(self, source: DiskSource | None, start: int, stop: int | None) -> bytes | None:
         if source is None:
             return None
-        with source:
-            length = max(0, (source.size if stop is None else min(stop, source.size)) - start)
-            try:
-                data = source.read(start, length)
-            except OSError as error:
-                return self._missed(fault_of(error) or "io")
+        length = max(0, (source.size if stop is None else min(stop, source.size)) - start)
+        try:
+            data = source.read(start, length)
+        except OSError as error:
+            return self._missed(fault_of(error) or "io")
+        finally:
+            source.close()
         if len(data) != length:
             return self._missed("length")  # somebody cut the file while it was read
         self.stats.count("hits")
@@ -220,8 +221,7 @@ class DiskStore:
         path, name = place_of(key)
         source = None
         try:
-            with folder(f"{self._root}/{path}") as at:
-                source = DiskSource.open(name, at)
+            source = DiskSource.open(f"{self._root}/{path}", name)
             fault = source.fault()
             if fault == "length" and not use:
                 fault = ""
@@ -314,9 +314,12 @@ class DiskStore:
         key = key_of(name.partition("/")[2])
         if self.on_evict is None or key is None or name.startswith(f"{BAD}/"):
             return
-        with suppress(OSError), folder(f"{self._root}/{name.partition('/')[0]}") as at:
-            with DiskSource.open(name.partition("/")[2], at) as source:
+        with suppress(OSError):
+            source = DiskSource.open(f"{self._root}/{name.partition('/')[0]}", name.partition("/")[2])
+            try:
                 data = bytes(source.read(0, source.size))
+            finally:
+                source.close()
             self.on_evict(key, data)
 
     def _remove(self, name: str) -> bool:

@@ -30,7 +30,7 @@ class Eviction(Protocol):
 
 
 class LRU:
-    """Least recently used first: the default, as good as any when what is asked for drifts."""
+    """Least recently used first: the default, which counts nothing; docs/benchmarks.md has what counting gains."""
 
     def __init__(self) -> None:
         self._order: OrderedDict[str, None] = OrderedDict()

@@ -162,6 +162,44 @@ def test_links_and_pipes_are_not_followed(tmp_path):
     assert store.get(key) == b"data"
 
 
+def test_a_folder_that_is_a_link_is_not_entered(tmp_path):
+    store, key = DiskStore(tmp_path / "store"), key_for(1)
+    assert store.put(key, b"data")
+    folder = tmp_path / "store" / key[:2]
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    assert store.get(key) is None
+    assert store.source(key) is None
+    assert sum(store.stats.faults.values()) == 2
+
+
+def test_a_read_sets_the_time_of_the_last_use(tmp_path):
+    store, key = DiskStore(tmp_path), key_for(1)
+    store.put(key, b"data")
+    file = tmp_path / key[:2] / f"{key}.bkv"
+    os.utime(file, ns=(1, 1))
+    before = time.time_ns()
+    assert store.get(key) == b"data"
+    assert before <= file.stat().st_mtime_ns <= time.time_ns()
+
+
+def test_a_read_leaves_no_descriptor(tmp_path):
+    store, key = DiskStore(tmp_path), key_for(1)
+    store.put(key, b"data")
+    before = os.listdir("/proc/self/fd")
+    source = store.source(key)
+    assert (source.read(0, 10), source.read(1, 2), source.read(9, 1)) == (b"data", b"at", b"")
+    source.close()
+    source.close()  # once more is fine, and closes nobody else's file
+    with pytest.raises(OSError, match="descriptor"):
+        source.read(0, 1)
+    source = store.source(key)
+    del source  # forgotten
+    assert store.get(key) == b"data"
+    assert store.get(key_for(2)) is None
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_temporary_files_of_the_dead_are_swept_and_those_of_the_living_are_not(tmp_path):
     DiskStore(tmp_path)
     dead, old = tmp_path / "00" / "dead.tmp", tmp_path / "00" / "old.tmp"
