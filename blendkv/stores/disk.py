@@ -16,7 +16,7 @@ from blendkv.errors import StoreError
 from blendkv.stores.base import Entry, StoreStats
 from blendkv.stores.deadline import remaining
 from blendkv.stores.files import DiskSource, fault_of, folder, make_folders, temporary
-from blendkv.stores.hits import Hits
+from blendkv.stores.hits import EXIT_SECONDS, Hits
 from blendkv.stores.inventory import BAD, Inventory
 from blendkv.stores.keys import is_key, key_of, place_of
 from blendkv.stores.urls import shown
@@ -75,7 +75,7 @@ class DiskStore:
         self._reserved = 0
         self.on_evict: Callable[[str, bytes], None] | None = None
         self._inventory, self._hits = Inventory(self._root), Hits(self._root)
-        weakref.finalize(self, self._hits.write)
+        weakref.finalize(self, self._hits.write, EXIT_SECONDS)
         try:
             if create:
                 make_folders(self._root)

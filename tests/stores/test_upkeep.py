@@ -85,7 +85,7 @@ def test_hits_are_unknown_where_they_cannot_be_kept(store):
             raise OSError(95, "not supported")
 
     with system(before=fail):
-        for _ in range(40):
+        for _ in range(2 * hits_module.EVERY):
             assert store.get(key_for(1)) == b"data"
         assert [entry.hits for entry in store.entries()] == [None]
     assert not +store.stats.faults
@@ -100,12 +100,14 @@ def test_hits_that_somebody_scribbled_over_are_none(store, tmp_path):
         assert [entry.hits for entry in store.entries()] == [0]
 
 
-def test_hits_in_memory_are_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(hits_module, "MOST", 10)
+def test_the_end_of_a_process_is_not_held_up_by_hits(tmp_path):
     counted = hits_module.Hits(str(tmp_path))
     for number in range(100):
         counted.add(f"{number}")
-    assert len(counted._new) == 10
+    counted.write(0)
+    assert len(counted._new) == 99
+    counted.write()
+    assert not counted._new
 
 
 def test_a_fork_does_not_write_what_its_parent_counted(store, tmp_path):
@@ -143,7 +145,7 @@ def test_valkey_knows_the_last_use_or_how_often():
         for key in keys[:1499]:
             store.put(key, b"x" * 1500)
         store.put(keys[-1], b"")
-        time.sleep(2.1)
+        time.sleep(3.1)
         for key in keys[:5]:
             store.get(key, 0, 10)
         server.tell("SET", "blendkv:{mine}", "no entry")
@@ -151,11 +153,11 @@ def test_valkey_knows_the_last_use_or_how_often():
         found = {entry.key: entry for entry in store.entries()}
         assert set(found) == set(keys)
         now = time.time()
-        assert all(now - found[key].last_used < 1.9 for key in keys[:5])
-        assert all(1.9 < now - found[key].last_used < 20 for key in keys[5:-1])
+        assert all(now - found[key].last_used < 2.9 for key in keys[:5])
+        assert all(2.0 < now - found[key].last_used < 20 for key in keys[5:-1])
         assert {entry.hits for entry in found.values()} == {None}
         again = {entry.key: entry.last_used for entry in store.entries()}
-        assert all(now - again[key] > 1.9 for key in keys[5:-1])  # listing is no use
+        assert all(time.time() - again[key] > 2.0 for key in keys[5:-1])  # listing is no use
         assert peek(store, keys[0], 1400) == b"x" * 100
         server.tell("CONFIG", "SET", "maxmemory-policy", "allkeys-lfu")
         for _ in range(50):
