@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -111,3 +112,42 @@ def named_selector(name: str, source: Any = "k") -> Selector:
 def one_of(option: str, value: str, choices: Any) -> None:
     if value not in choices:
         raise typer.BadParameter(f"{value!r}: choose one of {', '.join(choices)}", param_hint=option)
+
+
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def read_size(text: str, option: str) -> int:
+    """Bytes, as `4k`, `1.5G` or `512MiB`, in powers of 1024; `10GB` in powers of 1000."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt]?)(ib|b)?)", text.strip(), re.IGNORECASE)
+    if found is None or (not found[2] and (found[3] or "").lower() == "ib"):
+        raise typer.BadParameter(f"{text!r} is not a size such as 512MiB, 10G or 4k", param_hint=option)
+    base = 1000 if (found[3] or "").lower() == "b" else 1024
+    return round(float(found[1]) * base ** _UNITS[found[2].lower()])
+
+
+def read_age(text: str, option: str) -> float:
+    """Seconds, as `90s`, `30m`, `12h`, `7d` or `2w`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise typer.BadParameter(f"{text!r} is not an age such as 30m, 12h or 7d", param_hint=option)
+    return float(found[1]) * _SECONDS[found[2].lower()]
+
+
+def shown_size(size: int) -> str:
+    """A size for people, in three digits or so."""
+    value, unit = float(size), 0
+    while value >= 1023.95 and unit < 4:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.1f} {('', 'Ki', 'Mi', 'Gi', 'Ti')[unit]}B" if unit else f"{size} B"
+
+
+def shown_age(seconds: float | None) -> str:
+    """How long ago, for people; nothing where it is unknown."""
+    if seconds is None:
+        return ""
+    for name, unit in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.0f} {name} ago"
+    return f"{max(seconds, 0):.0f} s ago"

@@ -13,6 +13,8 @@ from blendkv._options import MODEL_HELP, Device, Dtype, Json, load, one_of
 from blendkv.cli_bench import bench
 from blendkv.cli_bench_stores import eviction, stores
 from blendkv.cli_codec import profile
+from blendkv.cli_precompute import precompute
+from blendkv.cli_stores import evict, inspect, ls, verify_store
 
 if TYPE_CHECKING:
     from blendkv.demo import Demo, Round
@@ -28,6 +30,8 @@ main.add_typer(bench, name="bench")
 main.command()(profile)
 bench.command()(stores)
 bench.command()(eviction)
+for _command in (precompute, ls, inspect, evict, verify_store):
+    main.command()(_command)
 
 
 def _version(wanted: bool) -> None:

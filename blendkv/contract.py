@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections import Counter
 from random import Random
 from typing import Any
@@ -64,6 +65,24 @@ class StoreContract:
             assert store.get(key) == data
             assert store.size(key) == len(data)
         assert sorted(store.keys()) == sorted(entries)
+
+    def test_entries(self, store: Store) -> None:
+        """Sizes, and what else is known, of all that is there and of nothing else."""
+        assert list(store.entries()) == []
+        sizes = {key_for(i): 10 * i for i in range(20)}
+        before = time.time()
+        for key, size in sizes.items():
+            store.put(key, bytes_for(key, size))
+        store.get(key_for(1))
+        store.delete(key_for(19))
+        del sizes[key_for(19)]
+        found = list(store.entries())
+        assert {entry.key: entry.size for entry in found} == sizes
+        assert len(found) == len(sizes)
+        for entry in found:  # clocks of some stores tick in seconds
+            assert entry.last_used is None or before - 2 < entry.last_used < time.time() + 2
+            assert entry.hits is None or entry.hits >= 0
+        assert not +store.stats.faults
 
     def test_unknown_keys_are_misses(self, store: Store) -> None:
         """Absent is None, and no fault."""
@@ -206,4 +225,5 @@ class StoreContract:
         store.get_many([key])
         store.size(key)
         list(store.keys())
+        list(store.entries())
         store.delete(key)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from blendkv.container.header import Arrangement, Header, LayerShape, TokenStream
-from blendkv.container.reader import ContainerReader
+from blendkv.container.header import Arrangement, Head, Header, LayerShape, TokenStream
+from blendkv.container.reader import ContainerReader, read_head
 from blendkv.container.sources import FileSource, MemorySource, RangeSource, Source
 from blendkv.container.writer import pack, write
 
@@ -11,6 +11,7 @@ __all__ = [
     "Arrangement",
     "ContainerReader",
     "FileSource",
+    "Head",
     "Header",
     "LayerShape",
     "MemorySource",
@@ -18,5 +19,6 @@ __all__ = [
     "Source",
     "TokenStream",
     "pack",
+    "read_head",
     "write",
 ]

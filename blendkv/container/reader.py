@@ -7,9 +7,9 @@ from typing import Any, Self
 
 from blendkv.container import format as f
 from blendkv.container.header import Head, Header
-from blendkv.container.packing import parse_head, parse_prelude
+from blendkv.container.packing import Prelude, parse_head, parse_prelude
 from blendkv.container.seals import Checksum, Secret, Tag, choose, same
-from blendkv.container.sources import FileSource, MemorySource, as_source, read_exactly
+from blendkv.container.sources import FileSource, MemorySource, Source, as_source, read_exactly
 from blendkv.errors import ChunkFileError
 
 FIRST_READ = 1 << 14
@@ -56,10 +56,7 @@ class ContainerReader:
             )
         if secret is None and prelude.flags & f.AUTHENTICATED:
             raise ChunkFileError("the chunk file is sealed: give the secret that sealed it", reason="authentication")
-        if prelude.head_end > len(data):
-            rest = read_exactly(self._source, len(data), prelude.head_end - len(data))
-            data = memoryview(b"".join((data, rest)))
-        data = data[: prelude.head_end]
+        data = _front(self._source, data, prelude)
         head = parse_head(data, prelude)
         self._seal: Checksum | Tag = Checksum()
         if secret is not None:
@@ -132,3 +129,32 @@ class ContainerReader:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def read_head(source: Any) -> Head:
+    """The head of a chunk file, sealed or not, for those who list and look: its checksum holds, its seal is not asked.
+
+    Args:
+        source: as for `ContainerReader`; a file that was opened for a path is closed again.
+
+    Raises:
+        ChunkFileError: if this is no chunk file, or its head is damaged.
+        OSError: from the source.
+        TypeError: for something that is no source.
+    """
+    opened = as_source(source)
+    try:
+        data = read_exactly(opened, 0, min(opened.size, FIRST_READ))
+        prelude = parse_prelude(data, opened.size)
+        return parse_head(_front(opened, data, prelude), prelude)
+    finally:
+        if opened is not source and isinstance(opened, (FileSource, MemorySource)):
+            opened.close()
+
+
+def _front(source: Source, data: memoryview, prelude: Prelude) -> memoryview:
+    """Everything before the payload, of which `data` has been read."""
+    if prelude.head_end > len(data):
+        rest = read_exactly(source, len(data), prelude.head_end - len(data))
+        data = memoryview(b"".join((data, rest)))
+    return data[: prelude.head_end]

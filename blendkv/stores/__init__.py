@@ -12,8 +12,9 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from blendkv.errors import StoreError
-from blendkv.stores.base import Store, StoreStats
+from blendkv.stores.base import Entry, Store, StoreStats
 from blendkv.stores.deadline import Budget, deadline
+from blendkv.stores.urls import shown
 
 if TYPE_CHECKING:
     from blendkv.stores.disk import DiskStore
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Budget",
     "DiskStore",
+    "Entry",
     "Pool",
     "PoolStats",
     "RemoteStore",
@@ -77,7 +79,7 @@ def open_store(url: str, **options: Any) -> Store:
     scheme = url.partition("://")[0].lower() if "://" in url else "file"
     if scheme == "memory":
         raise StoreError(
-            f"{url}: memory holds chunks, not bytes: use blendkv.stores.Pool; in tests, RemoteStore({url!r})"
+            f"{shown(url)}: memory holds chunks, not bytes: use blendkv.stores.Pool; in tests, RemoteStore(URL)"
         )
     plugin = next((e for e in entry_points(group="blendkv.stores") if e.name == scheme), None)
     if scheme in _STORES:
@@ -87,7 +89,7 @@ def open_store(url: str, **options: Any) -> Store:
     else:
         remote = import_module("blendkv.stores.remote")
         if scheme not in remote.schemes():
-            raise StoreError(f"{url}: unknown scheme {scheme!r}; a path, or one of {', '.join(store_schemes())}")
+            raise StoreError(f"{shown(url)}: unknown scheme {scheme!r}; a path, or one of {', '.join(store_schemes())}")
         opener = remote.RemoteStore
     try:
         return opener(url, **options)
@@ -151,7 +153,7 @@ def _load(url: str, place: str) -> Any:
     try:
         found = import_module(module)
     except ImportError as error:
-        raise StoreError(f"{url} needs a package that is not there: {error}") from error
+        raise StoreError(f"{shown(url)} needs a package that is not there: {error}") from error
     for part in name.split("."):
         found = getattr(found, part)
     return found

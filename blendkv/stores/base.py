@@ -38,9 +38,29 @@ class StoreStats:
                 self.faults[fault] += times
 
 
+@dataclass(frozen=True)
+class Entry:
+    """What a store knows of an entry without reading it.
+
+    Attributes:
+        key: of the chunk.
+        size: bytes.
+        last_used: seconds since 1970; where reads leave no trace (S3), when it was stored; None if unknown.
+        hits: how often it was read, about; None if unknown.
+    """
+
+    key: str
+    size: int
+    last_used: float | None = None
+    hits: int | None = None
+
+
 @runtime_checkable
 class Store(Protocol):
     """Bytes under a key of 64 hex digits (`chunk_key`). Nothing that goes wrong later than opening raises.
+
+    A store may also have `peek`, which reads as `get` does but is no use of the entry, and `quarantine(key)`, for
+    entries that a reader found wanting.
 
     Attributes:
         url: what `open_store` would open again; without passwords.
@@ -72,6 +92,10 @@ class Store(Protocol):
 
     def keys(self) -> Iterator[str]:
         """Keys of all entries."""
+        ...
+
+    def entries(self) -> Iterator[Entry]:
+        """All entries with what is known of them. Listing is no use of an entry."""
         ...
 
     def close(self) -> None:

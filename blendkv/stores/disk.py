@@ -7,21 +7,25 @@ import os
 import stat
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from urllib.parse import unquote, urlsplit
 
 from blendkv.errors import StoreError
-from blendkv.stores.base import StoreStats
+from blendkv.stores.base import Entry, StoreStats
 from blendkv.stores.deadline import remaining
 from blendkv.stores.files import DiskSource, fault_of, folder, make_folders, temporary
+from blendkv.stores.hits import EXIT_SECONDS, Hits
 from blendkv.stores.inventory import BAD, Inventory
 from blendkv.stores.keys import is_key, key_of, place_of
+from blendkv.stores.urls import shown
 
 DEFAULT_CAPACITY_BYTES = 64 << 30
 MAX_BAD = 16
 """Files kept of entries that were found wanting."""
 _ADVICE = {
+    errno.ENOENT: "there is no such folder; look at its name",
     errno.ENOTDIR: "there is a file of that name, or on the way to it; choose another folder",
     errno.EACCES: "permission denied; give this user the right to read, write and enter it, or choose another folder",
     errno.EPERM: "permission denied; give this user the right to read, write and enter it, or choose another folder",
@@ -42,6 +46,7 @@ class DiskStore:
         capacity_bytes: most bytes of entries (default 64 GiB), of all processes together; one entry a process more for
             a moment.
         durable: what was put outlives a loss of power, at the price of waiting for the disk.
+        create: False opens a folder only if it is there, writes nothing into it, and lets no entry give way for that.
 
     Attributes:
         local: True, as of every store that nobody but this user reaches and that never keeps anybody waiting.
@@ -54,7 +59,11 @@ class DiskStore:
     local = True
 
     def __init__(
-        self, folder: str | os.PathLike[str], capacity_bytes: int | None = None, durable: bool = False
+        self,
+        folder: str | os.PathLike[str],
+        capacity_bytes: int | None = None,
+        durable: bool = False,
+        create: bool = True,
     ) -> None:
         self.capacity_bytes = DEFAULT_CAPACITY_BYTES if capacity_bytes is None else int(capacity_bytes)
         if self.capacity_bytes <= 0:
@@ -65,17 +74,21 @@ class DiskStore:
         self._lock = threading.RLock()
         self._reserved = 0
         self.on_evict: Callable[[str, bytes], None] | None = None
-        self._inventory = Inventory(self._root)
+        self._inventory, self._hits = Inventory(self._root), Hits(self._root)
+        weakref.finalize(self, self._hits.write, EXIT_SECONDS)
         try:
-            make_folders(self._root)
+            if create:
+                make_folders(self._root)
             os.listdir(self._root)
             self._inventory.look()
-            self._probe()
+            if create:
+                self._probe()
         except OSError as error:
             advice = _ADVICE.get(error.errno or 0, error.strerror or str(error))
             raise StoreError(f"cannot keep chunks in the folder {self._root}: {advice}") from error
-        with self._lock, suppress(OSError):
-            self._make_room(0)
+        if create:
+            with self._lock, suppress(OSError):
+                self._make_room(0)
 
     @classmethod
     def from_url(cls, url: str, **options: object) -> DiskStore:
@@ -83,7 +96,9 @@ class DiskStore:
         if "://" in url:
             parts = urlsplit(url)
             if parts.netloc not in ("", "localhost"):
-                raise StoreError(f"{url}: a file URL has three slashes, file:///folder; another machine's is no file")
+                raise StoreError(
+                    f"{shown(url)}: a file URL has three slashes, file:///folder; another machine's is no file"
+                )
             url = unquote(parts.path)
         return cls(url, **options)  # ty: ignore[invalid-argument-type]
 
@@ -96,7 +111,13 @@ class DiskStore:
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes | None:
         """Bytes `[start, stop)` of an entry, or None; not checked, but for the length of a chunk file."""
-        source = self._open(key)
+        return self._read(self._open(key), start, stop)
+
+    def peek(self, key: str, start: int = 0, stop: int | None = None) -> bytes | None:
+        """As `get`, but it is no use of the entry, and a file that is shorter or longer than it says is read too."""
+        return self._read(self._open(key, use=False), start, stop)
+
+    def _read(self, source: DiskSource | None, start: int, stop: int | None) -> bytes | None:
         if source is None:
             return None
         length = max(0, (source.size if stop is None else min(stop, source.size)) - start)
@@ -177,10 +198,22 @@ class DiskStore:
             names = [name.partition("/")[2] for name in self._inventory.files if not name.startswith(f"{BAD}/")]
         return (key for name in names if (key := key_of(name)))
 
-    def close(self) -> None:
-        """Nothing to let go of."""
+    def entries(self) -> Iterator[Entry]:
+        """All entries, with the time and the hits that their files tell of now."""
+        for key in self.keys():
+            name = "/".join(place_of(key))
+            try:
+                status = os.stat(f"{self._root}/{name}", follow_symlinks=False)
+            except OSError:
+                continue  # it is gone
+            if stat.S_ISREG(status.st_mode):
+                yield Entry(key, status.st_size, status.st_mtime_ns / 1e9, self._hits.of(name))
 
-    def _open(self, key: str) -> DiskSource | None:
+    def close(self) -> None:
+        """Writes down what was counted; there is nothing to let go of."""
+        self._hits.write()
+
+    def _open(self, key: str, use: bool = True) -> DiskSource | None:
         if not is_key(key):
             return self._missed("key")
         if remaining(1.0) <= 0:
@@ -190,6 +223,8 @@ class DiskStore:
         try:
             source = DiskSource.open(f"{self._root}/{path}", name)
             fault = source.fault()
+            if fault == "length" and not use:
+                fault = ""
         except OSError as error:
             fault = fault_of(error)
             if source is None:
@@ -199,9 +234,11 @@ class DiskStore:
             if fault == "length":
                 self.quarantine(key)
             return self._missed(fault)
-        used = source.touch()
-        with self._lock:
-            self._inventory.touch(f"{path}/{name}", used)
+        if use:
+            used = source.touch()
+            with self._lock:
+                self._inventory.touch(f"{path}/{name}", used)
+                self._hits.add(f"{path}/{name}")
         return source
 
     def _put(self, key: str, data: bytes) -> str | None:
@@ -238,6 +275,7 @@ class DiskStore:
             with temporary(key, data, at, self.durable) as written, self._lock:
                 os.rename(written, name, src_dir_fd=at, dst_dir_fd=at)
                 self._inventory.add(f"{path}/{name}", size, time.time_ns())
+                self._hits.drop(f"{path}/{name}")
             if self.durable:
                 try:
                     os.fsync(at)

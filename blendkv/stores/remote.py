@@ -5,19 +5,20 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from datetime import datetime
 from secrets import token_hex
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 import fsspec
 from fsspec.core import url_to_fs
 
 from blendkv.errors import StoreError
-from blendkv.stores.base import StoreStats
+from blendkv.stores.base import Entry, StoreStats
 from blendkv.stores.breaker import Breaker
 from blendkv.stores.deadline import remaining
 from blendkv.stores.keys import is_key, key_of, place_of
 from blendkv.stores.patience import Patience
+from blendkv.stores.urls import shown
 
 READ_ONLY = frozenset({"http", "https", "hf"})
 _BUCKETS = frozenset({"s3", "s3a", "gs", "gcs"})
@@ -52,7 +53,7 @@ class RemoteStore:
         self, url: str, *, timeout: float = 5.0, put_timeout: float = 60.0, calls: int = 16, **options: Any
     ) -> None:
         scheme = url.partition("://")[0]
-        self.url, self.stats = _without_password(url), StoreStats()
+        self.url, self.stats = shown(url), StoreStats()
         self._timeout, self._put_timeout = timeout, put_timeout
         self.local = scheme in ("memory", "file", "local")
         self.read_only, self._whole = scheme in READ_ONLY, scheme in _WHOLE
@@ -139,14 +140,25 @@ class RemoteStore:
 
     def keys(self) -> Iterator[str]:
         """Keys of all entries; none where there are no listings (HTTP)."""
-        names: list[str] = []
-        with suppress(Exception):
-            names = self._ask(lambda: self._fs.find(self._root), self._put_timeout)
-        return (key for name in names if (key := key_of(name.rpartition("/")[2])))
+        return (key for key, _ in self._listing())
+
+    def entries(self) -> Iterator[Entry]:
+        """All entries, by one listing; last used is when they were stored, if the listing says that."""
+        return (Entry(key, int(info.get("size") or 0), _when(info)) for key, info in self._listing())
 
     def close(self) -> None:
         """Lets go of the file system and its connections."""
         self._fs.invalidate_cache()
+
+    def _listing(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        found: dict[str, dict[str, Any]] = {}
+        try:
+            found = self._ask(lambda: self._fs.find(self._root, detail=True), self._put_timeout)
+        except FileNotFoundError:
+            pass  # nothing was ever put
+        except Exception as error:
+            self._missed(fault_of(error))
+        return ((key, info) for name, info in found.items() if (key := key_of(name.rpartition("/")[2])))
 
     def _path(self, key: str) -> str:
         return "/".join((self._root, *place_of(key)))
@@ -229,6 +241,20 @@ def fault_of(error: BaseException) -> str:
     return "busy" if getattr(error, "errno", None) == errno.EBUSY else "io"
 
 
+def _when(info: dict[str, Any]) -> float | None:
+    """When an object was written, under whatever name its file system has for that."""
+    for name in ("LastModified", "last_modified", "mtime", "updated", "created"):
+        value = info.get(name)
+        if isinstance(value, datetime):
+            return value.timestamp()
+        if isinstance(value, (int, float)):
+            return float(value)
+        if isinstance(value, str):
+            with suppress(ValueError):
+                return datetime.fromisoformat(value).timestamp()
+    return None
+
+
 def schemes() -> set[str]:
     """What fsspec knows, whether installed or not."""
     return set(fsspec.available_protocols())
@@ -245,8 +271,3 @@ def _patient(scheme: str, timeout: float) -> dict[str, Any]:
 
         return {"client_kwargs": {"timeout": ClientTimeout(sock_connect=min(timeout, 2.0), sock_read=timeout)}}
     return {}
-
-
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))

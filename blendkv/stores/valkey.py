@@ -12,14 +12,15 @@ from __future__ import annotations
 import re
 import secrets
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
 from blendkv.errors import StoreError
-from blendkv.stores.base import StoreStats
+from blendkv.stores.base import Entry, StoreStats
 from blendkv.stores.deadline import deadline
-from blendkv.stores.valkey_server import Ask, why
+from blendkv.stores.valkey_server import Ask, Server, errors, why
 from blendkv.stores.valkey_servers import Servers
 from blendkv.stores.valkey_url import of_client, parse
 
@@ -32,6 +33,8 @@ UNFINISHED_SECONDS = 3600
 REMEMBERED = 4096
 """Manifests that a store remembers, for ranged reads of one round trip."""
 _KEY = re.compile(r"[0-9a-f]{64}")
+_UNTOUCHED, _TOUCHED = ("CLIENT", "NO-TOUCH", "ON"), ("CLIENT", "NO-TOUCH", "OFF")
+"""Around reads that are no use of an entry; servers before 7.2 refuse this."""
 _MANIFEST = re.compile(rb"blendkv1 (\d{1,11}) (\d{1,9}) ([0-9a-f]{16})")
 
 
@@ -111,7 +114,7 @@ class ValkeyStore:
         self.url, self.stats = target.url, StoreStats()
         self._prefix, self._ttl, self._timeout, self._piece_bytes = prefix, ttl, timeout, piece_bytes
         self._known: OrderedDict[str, _Entry] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock, self._no_touch = threading.Lock(), True
         self._servers = Servers(target.settings, connect_timeout, read_timeout)
         if not check:
             self._servers.open_later()
@@ -141,6 +144,13 @@ class ValkeyStore:
             data, faults = self._read({key: known} if known else {}, start, stop)
             if known is None or faults.get(key) == "pieces":  # it may have been overwritten
                 data, faults = self._read(self._entries([key]), start, stop)
+        self._count(data, faults)
+        return data.get(key)
+
+    def peek(self, key: str, start: int = 0, stop: int | None = None) -> bytes | None:
+        """As `get`, but it is no use of the entry, for servers from 7.2 on."""
+        with deadline(self._timeout):
+            data, faults = self._read(self._entries([key], peek=True), start, stop, peek=True)
         self._count(data, faults)
         return data.get(key)
 
@@ -185,6 +195,42 @@ class ValkeyStore:
 
     def keys(self) -> Iterator[str]:
         """Keys of all entries; those that are put or deleted meanwhile may be among them or not."""
+        return (key for _, keys in self._scan() for key in keys)
+
+    def entries(self) -> Iterator[Entry]:
+        """All entries, as `keys` finds them; some round trips for a thousand.
+
+        The last use is known unless the server evicts by frequency; then `hits` is its counter, which is logarithmic.
+        """
+        for node, keys in self._scan():
+            with deadline(self._timeout):
+                found = self._described(node, keys)
+            yield from found
+
+    def _described(self, node: Server, keys: list[str]) -> list[Entry]:
+        """What a server knows of its entries. Their first pieces tell of use: manifests are remembered by readers."""
+        asks = [Ask(name, ("GET", name), (bytes, type(None))) for name in map(self._name, keys)]
+        lines = self._quietly(node.exchange, asks)
+        entries = {key: entry for key, line in zip(keys, lines, strict=True) if (entry := _Entry.parse(line))}
+        names = [self._piece(key, entry, 0) if entry.size else self._name(key) for key, entry in entries.items()]
+
+        def ask(word: str, names: list[str]) -> list[Any]:
+            return node.exchange([Ask(name, ("OBJECT", word, name), (int, type(None))) for name in names])
+
+        word = "IDLETIME"
+        if isinstance(next(iter(ask(word, names[:1])), None), errors.ResponseError):
+            word = "FREQ"  # one of the two is refused, by the server's policy of eviction
+        now, found = time.time(), []
+        for (key, entry), reply in zip(entries.items(), ask(word, names), strict=True):
+            known = reply if isinstance(reply, int) else None
+            if word == "FREQ":
+                found.append(Entry(key, entry.size, None, known))
+            else:
+                found.append(Entry(key, entry.size, None if known is None else now - known))
+        return found
+
+    def _scan(self) -> Iterator[tuple[Server, list[str]]]:
+        """Servers and keys that they have, some at a time."""
         seen: set[str] = set()
         pattern = re.sub(r"([*?\[\]\\])", r"\\\1", self._prefix) + ":{*}"
         for node in self._servers.nodes():
@@ -199,7 +245,8 @@ class ValkeyStore:
                 cursor, names = reply
                 new = {name.decode()[len(self._prefix) + 2 : -1] for name in names} - seen
                 seen |= new
-                yield from sorted(new)
+                if new:
+                    yield node, sorted(new)
                 if cursor == b"0":
                     break
 
@@ -213,13 +260,13 @@ class ValkeyStore:
     def _piece(self, key: str, entry: _Entry, number: int) -> str:
         return f"{self._name(key)}:{entry.generation}:{number}"
 
-    def _entries(self, keys: Sequence[str], absent: bool = True) -> dict[str, _Entry]:
+    def _entries(self, keys: Sequence[str], absent: bool = True, peek: bool = False) -> dict[str, _Entry]:
         """Manifests; misses are counted, those that are just absent if asked to."""
         good = [key for key in keys if _KEY.fullmatch(key)]
         names = [self._name(key) for key in good]
         asks = [Ask(name, ("GET", name), (bytes, type(None))) for name in names]
         found = {}
-        for key, line in zip(good, self._servers.ask(asks) if asks else [], strict=True):
+        for key, line in zip(good, self._ask(asks, peek), strict=True):
             if entry := _Entry.parse(line):
                 found[key] = entry
                 self._remember(key, entry)
@@ -231,7 +278,7 @@ class ValkeyStore:
         return found
 
     def _read(
-        self, entries: dict[str, _Entry], start: int, stop: int | None
+        self, entries: dict[str, _Entry], start: int, stop: int | None, peek: bool = False
     ) -> tuple[dict[str, bytes], dict[str, str]]:
         """Ranges of entries, and why those that are missing are; one round trip."""
         asks, keys = [], []
@@ -243,7 +290,7 @@ class ValkeyStore:
                 keys.append(key)
         parts: dict[str, list[bytes]] = {key: [] for key in entries}
         faults: dict[str, str] = {}
-        for key, ask, reply in zip(keys, asks, self._ask(asks), strict=True):
+        for key, ask, reply in zip(keys, asks, self._ask(asks, peek), strict=True):
             if isinstance(reply, Exception):
                 faults.setdefault(key, why(reply))
             elif len(reply) != ask.weight:  # of a piece that is gone, nothing comes
@@ -280,8 +327,20 @@ class ValkeyStore:
         names = [self._piece(key, entry, number) for number in range(entry.pieces)] if entry else []
         self._ask([Ask(name, ("UNLINK", name), (int,)) for name in names])
 
-    def _ask(self, asks: list[Ask]) -> list[Any]:
-        return self._servers.ask(asks) if asks else []
+    def _ask(self, asks: list[Ask], peek: bool = False) -> list[Any]:
+        if not asks:
+            return []
+        return self._quietly(self._servers.ask, asks) if peek else self._servers.ask(asks)
+
+    def _quietly(self, ask: Callable[[list[Ask]], list[Any]], asks: list[Ask]) -> list[Any]:
+        """Replies of one server; that it was asked is no use of entries, if it can leave it at that."""
+        if not self._no_touch or not asks:
+            return ask(asks)
+        name = asks[0].name
+        on, *replies, _ = ask([Ask(name, _UNTOUCHED), *asks, Ask(name, _TOUCHED)])
+        if isinstance(on, errors.ResponseError):
+            self._no_touch = False
+        return replies
 
     def _remember(self, key: str, entry: _Entry | None) -> None:
         with self._lock:

@@ -41,6 +41,12 @@ def parse(url: str) -> Target:
     scheme, plus, kind = parts.scheme.partition("+")
     if scheme not in SCHEMES or (plus and kind != "cluster"):
         raise ValueError(f"scheme {parts.scheme!r}: a Valkey or Redis URL starts with redis://, rediss:// or valkey://")
+    try:
+        _ = parts.port
+    except ValueError:  # which quotes what may be a part of a password
+        raise ValueError(
+            f"in the query or port of a {scheme} URL: the port is no number; in a password write / ? # as %2F %3F %23"
+        ) from None
     query = dict(parse_qsl(parts.query))
     cluster = bool(plus) or query.pop("cluster", "false").lower() in ("true", "1", "yes")
     try:

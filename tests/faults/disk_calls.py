@@ -40,6 +40,8 @@ def scenario(result: Result, store: DiskStore, folder: Path, steady: bool) -> No
             result.expect(data in (None, DATA[key][start:stop]), "wrong bytes")
             result.found += data is not None
     result.call(lambda: list(store.keys()))
+    result.call(lambda: list(store.entries()))
+    result.call(store.close)
     result.call(store.size, OLD)
     result.call(store.delete, NEW)
 

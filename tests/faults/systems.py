@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from blendkv.stores import disk, files, inventory
+from blendkv.stores import disk, files, hits, inventory
 
 CALLS = (
     "open",
@@ -27,6 +27,8 @@ CALLS = (
     "scandir",
     "listdir",
     "utime",
+    "getxattr",
+    "setxattr",
 )
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EINTR)
 
@@ -71,6 +73,7 @@ def system(
         mock.patch.object(disk, "os", replacement),
         mock.patch.object(files, "os", replacement),
         mock.patch.object(inventory, "os", replacement),
+        mock.patch.object(hits, "os", replacement),
     ):
         yield
 

@@ -201,7 +201,7 @@ def test_the_budget_is_for_all_that_is_not_local(near, far):
     assert left[0] == 99.0
     assert 0.1 < left[1] <= 0.2
     assert left[2] <= left[1] - 0.04
-    assert budget.left == pytest.approx(0.1, abs=0.05)
+    assert budget.left <= 0.1
     tiers.fetch(KEYS)
     assert left[3:] == [99.0] * 3
 

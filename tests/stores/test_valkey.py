@@ -305,6 +305,7 @@ def test_the_rights_that_the_guide_lists_are_enough():
         assert store.put(key(1), data)
         assert store.get(key(1)) == data
         assert list(store.keys()) == [key(1)]
+        assert [(e.key, e.size, e.last_used, e.hits) for e in store.entries()] == [(key(1), len(data), None, None)]
         store.delete(key(1))
         assert server.tell("DBSIZE") == 0
         assert not store.stats.faults
