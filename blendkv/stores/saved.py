@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from blendkv.errors import StoreError
-from blendkv.stores.base import StoreStats
+from blendkv.stores.base import Entry, StoreStats
 from blendkv.stores.files import fault_of, read_range
 from blendkv.stores.keys import is_key, key_of, place_of
 
@@ -90,6 +90,10 @@ class SavedStore:
         """Keys of all entries."""
         for name in sorted(_FOLDERS.intersection(self._listed(""))):
             yield from (key for file in self._listed(name) if (key := key_of(file)) and key not in self._bad)
+
+    def entries(self) -> Iterator[Entry]:
+        """All entries; when they were used is not known."""
+        return (Entry(key, size) for key in self.keys() if (size := self.size(key)) is not None)
 
     def close(self) -> None:
         """Nothing to let go of."""
