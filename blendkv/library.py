@@ -17,6 +17,7 @@ from blendkv.attaching import attach, attachment_of
 from blendkv.cache import BlendedCache, Chunk
 from blendkv.chunk import ChunkCache, MissingChunk, chunk_key, tokenizer_fingerprint
 from blendkv.codecs import Codec
+from blendkv.container.format import MAX_NAME_BYTES
 from blendkv.errors import ChunkMissError
 from blendkv.facts import ModelFacts
 from blendkv.layout import Layout, Piece, Prompt, texts_of
@@ -124,7 +125,8 @@ class ChunkLibrary:
         self.tokenizer = tokenizer
         self.pool = open_chunks(store, capacity_bytes, codec, secret)
         self._secret = secret if secret is not None else getattr(self.pool, "secret", None)
-        if namespace is None and self._secret is None and getattr(self.pool, "shared", False):
+        _check_namespace(namespace or "")
+        if not namespace and self._secret is None and getattr(self.pool, "shared", False):
             raise ValueError(
                 "others reach this store too: name those who may use each other's chunks with namespace='...' (set by "
                 "who runs the service, never taken from a request), or give a secret"
@@ -346,6 +348,16 @@ class ChunkLibrary:
             )
             for chunk, (key, piece) in zip(made, pieces.items(), strict=True)
         ]
+
+
+def _check_namespace(namespace: str) -> None:
+    """Refuses what could not be written into a chunk file."""
+    try:
+        size = len(namespace.encode())
+    except UnicodeEncodeError as error:
+        raise ValueError(f"namespace={namespace!r} is no text that UTF-8 can hold: choose another") from error
+    if size > MAX_NAME_BYTES:
+        raise ValueError(f"a namespace of {size:,} bytes: at most {MAX_NAME_BYTES:,} in UTF-8; give a digest of it")
 
 
 def _same(a: Wanted, b: Wanted) -> bool:
