@@ -24,7 +24,9 @@ def library(model, store, **options) -> ChunkLibrary:
     return ChunkLibrary(model, options.pop("tokenizer", TOKENIZER), store, **{"recompute_ratio": 0.0, **options})
 
 
-def ask(kv: ChunkLibrary, documents: Sequence[str] = DOCUMENTS, tokens: int = 4, **options) -> tuple[Answer, BlendReport]:
+def ask(
+    kv: ChunkLibrary, documents: Sequence[str] = DOCUMENTS, tokens: int = 4, **options
+) -> tuple[Answer, BlendReport]:
     """What the unmodified `generate` answers, and the report."""
     inputs = kv(documents, QUESTION, **options)
     cache = inputs.cache

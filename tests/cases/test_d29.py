@@ -91,4 +91,6 @@ def test_d29_an_edited_document_is_not_the_old_one(tmp_path):
     assert_same_answer(ask(library(model, tmp_path), [old])[0], before)  # the old text is still its own
     assert_hit(library(model, tmp_path), [old])
     third = library(model, tmp_path, on_miss="recompute")
-    assert_same_answer(ask(third, [Document("7", "The tower is 12 m high.")])[0], full(third, ["The tower is 12 m high."]))
+    assert_same_answer(
+        ask(third, [Document("7", "The tower is 12 m high.")])[0], full(third, ["The tower is 12 m high."])
+    )

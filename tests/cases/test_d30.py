@@ -122,7 +122,9 @@ def test_d30_the_original_hits_again(folder):
 def test_d30_another_vocabulary_misses(folder, base):
     """The documents' ids are equal, and what they stand for need not be."""
     other = byte_tokenizer(chat=True, bos=True, merges=(("Z", "Q"),))
-    prompts = [library(base, folder, tokenizer=tokenizer).assemble(DOCUMENTS, QUESTION) for tokenizer in (TOKENIZER, other)]
+    prompts = [
+        library(base, folder, tokenizer=tokenizer).assemble(DOCUMENTS, QUESTION) for tokenizer in (TOKENIZER, other)
+    ]
     documents = [[piece.ids for piece in prompt.pieces if piece.kind == "chunk"] for prompt in prompts]
     assert documents[0] == documents[1]
     assert not assert_missed(library(base, folder, tokenizer=other, on_miss="recompute")).loaded

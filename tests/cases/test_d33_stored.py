@@ -36,7 +36,9 @@ def entry(model, tmp_path):
 
 def other_entry(folder, path):
     """Bytes of another entry, that of a document of a like size."""
-    return min((p.read_bytes() for p in files_of(folder) if p != path), key=lambda data: abs(len(data) - path.stat().st_size))
+    return min(
+        (p.read_bytes() for p in files_of(folder) if p != path), key=lambda data: abs(len(data) - path.stat().st_size)
+    )
 
 
 def damages(data: bytes) -> dict[str, bytes | None]:
@@ -167,8 +169,7 @@ def test_d33_a_folder_in_the_place_of_an_entry(model, entry):
     path.mkdir()
     assert_missed(library(model, folder, on_miss="recompute"), ONE)
     kv = library(model, folder)
-    got, report = ask(kv, ONE)
-    assert_same_answer(got, local(kv, ONE))
+    assert_same_answer(ask(kv, ONE)[0], local(kv, ONE))
     path.rmdir()
     path.write_bytes(data)
     assert_hit(library(model, DiskStore(folder)), ONE)

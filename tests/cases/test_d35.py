@@ -49,6 +49,7 @@ def test_d35_processes_that_store_the_same_chunks(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.cases.test_d35"])
+    kv = library(model_of(), tmp_path)  # which proves the model for all
     barrier, answers = context.Barrier(PROCESSES), context.Queue()
     processes = [
         context.Process(target=worker, args=(str(tmp_path), number, barrier, answers)) for number in range(PROCESSES)
@@ -58,7 +59,6 @@ def test_d35_processes_that_store_the_same_chunks(tmp_path, monkeypatch):
     told = [answers.get(timeout=240) for _ in processes]
     for process in processes:
         process.join()
-    kv = library(model_of(), tmp_path)
     wanted = [local(kv, documents(turn)) for turn in range(ROUNDS)]
     for number, rounds, damaged in told:
         assert isinstance(rounds, list), rounds

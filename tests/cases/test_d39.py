@@ -16,7 +16,9 @@ from tests.chunks import make_chunk
 from tests.stores.dicts import DictStore
 
 SEED = 7719792486815757662
-PAIR = [bytes.fromhex(text) + bytes(16) for text in ("efcdab89674523011032547698badcfe", "1032547698badcfeefcdab8967452301")]
+PAIR = [
+    bytes.fromhex(text) + bytes(16) for text in ("efcdab89674523011032547698badcfe", "1032547698badcfeefcdab8967452301")
+]
 
 
 @pytest.fixture
@@ -113,7 +115,9 @@ def test_d39_the_known_pair_of_xxh3_has_two_entries(tmp_path):
     one, two = PAIR
     assert xxhash.xxh3_128_digest(one, seed=SEED) == xxhash.xxh3_128_digest(two, seed=SEED)
     ids = [torch.frombuffer(bytearray(each), dtype=torch.int32).to(torch.int64) & 0xFFFFFFFF for each in PAIR]
-    chunks = [ChunkCache(i, (torch.full((1, 8, 4), n),), (torch.full((1, 8, 4), n),), "f") for n, i in enumerate(ids, 1)]
+    chunks = [
+        ChunkCache(i, (torch.full((1, 8, 4), n),), (torch.full((1, 8, 4), n),), "f") for n, i in enumerate(ids, 1)
+    ]
     chunks = [ChunkCache(c.ids, *((t[0].float(),) for t in (c.keys, c.values)), "f") for c in chunks]
     assert chunks[0].key != chunks[1].key
     assert [chunk.ids_bytes(c.ids) for c in chunks] == PAIR
