@@ -129,6 +129,11 @@ def test_d30_another_vocabulary_misses(folder, base):
     assert documents[0] == documents[1]
     assert not assert_missed(library(base, folder, tokenizer=other, on_miss="recompute")).loaded
     assert_hit(library(base, folder))
+    before = len(files_of(folder))
+    with library(base, folder, tokenizer=other) as kv:
+        ask(kv)
+    assert len(files_of(folder)) == 2 * before
+    assert_hit(library(base, folder))
 
 
 @pytest.mark.parametrize("condition", ["bos", "system"])
