@@ -1,6 +1,7 @@
 """Chunks, keys and fingerprints."""
 
 import copy
+import hashlib
 import pickle
 import subprocess
 import sys
@@ -26,6 +27,52 @@ def test_key_golden_vector():
     given_ = ([1, 2, 70000], "f" * 64, (5,), "tok", "tenant")
     assert chunk_key(*given_) == GOLDEN
     assert chunk_key(*given_, secret=b"secret") == GOLDEN_KEYED
+
+
+IDS = [0, 1, 255, 256, 70000, 2**32 - 1]
+VECTORS = {
+    "bare": ({}, "2ca433bd604006496740d2b875bc402114cc8915991066545ac07ab6a44231d7"),
+    "namespace": (
+        {"namespace": "tenant a/\u00e9\u6f22"},
+        "153495e0aa6ba90f8b4da02b10e71e4c3b2b84af8bf4311e7ce20613733aad7b",
+    ),
+    "conditioning": ({"conditioning": (1, 50000)}, "f56d73535462730da6a05ff8f3722f259a42123a2ea6012a65dae46a9d00de64"),
+    "tokenizer": (
+        {"tokenizer": "0123456789abcdef" * 2},
+        "6e117275118d21727e27502aacdc5d785931a607f5dbfb6ce9ee3fbada0893b0",
+    ),
+    "secret": ({"secret": b"0123456789abcdef"}, "9abcfaae785c61c6bbdb361ebf8e19973fb56f0bd0f88c89d24eefc06773d146"),
+    "all": (
+        {"conditioning": (2,), "tokenizer": "t", "namespace": "n", "secret": bytes(range(64))},
+        "ef1446dd010f04fe5ec834ed801e281561a65dd5d1c9fb23fec35cbe7dd328c9",
+    ),
+}
+"""Keys that must stay what they are: of `IDS` and the fingerprint "f" * 64, and of what else is given."""
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_key_by_hand(name):
+    """Each field behind its length, eight bytes, little-endian; ids four bytes each."""
+    fields, want = VECTORS[name]
+
+    def field(data):
+        return len(data).to_bytes(8, "little") + data
+
+    def numbers(ids):
+        return b"".join(number.to_bytes(4, "little") for number in ids)
+
+    payload = field((1).to_bytes(4, "little"))
+    payload += field(fields.get("namespace", "").encode("utf-8")) + field(b"f" * 64)
+    payload += field(fields.get("tokenizer", "").encode("utf-8"))
+    payload += field(numbers(fields.get("conditioning", ()))) + field(numbers(IDS))
+    secret = fields.get("secret")
+    by_hand = hashlib.sha256(payload) if secret is None else hashlib.blake2b(payload, key=secret, digest_size=32)
+    assert chunk_key(IDS, "f" * 64, **fields) == by_hand.hexdigest() == want
+    assert (
+        chunk_key(torch.tensor(IDS), "f" * 64, **fields)
+        == chunk_key(np.array(IDS, np.uint32), "f" * 64, **fields)
+        == want
+    )
 
 
 @pytest.mark.parametrize("kind", [list, tuple, np.int32, np.int64, np.uint16, torch.int32, torch.int64])

@@ -36,10 +36,19 @@ class Breaker:
             self._state, self._last = "half-open", self._clock()
             return True
 
-    def succeeded(self) -> None:
-        """An attempt went well."""
+    def succeeded(self, fully: bool = True) -> None:
+        """An attempt went well.
+
+        Args:
+            fully: False for one that only shows that somebody is there: it closes what was open, but the next failure
+                opens it again, and failures so far still count.
+        """
         with self._lock:
-            self._failed, self._state = 0, "closed"
+            if fully:
+                self._failed = 0
+            elif self._state != "closed":
+                self._failed = self._most - 1
+            self._state = "closed"
 
     def failed(self) -> None:
         """An attempt did not."""

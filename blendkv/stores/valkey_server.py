@@ -164,6 +164,8 @@ class Server:
         self._make = timed(self._settings.pop("connection_class", redis.Connection))
         self._free: list[Any] = []
         self._pid = os.getpid()
+        self._starved = False
+        """Whether the last values that were asked for did not come: a slow network lets small answers through."""
 
     def exchange(self, asks: Sequence[Ask]) -> list[Any]:
         """Replies in order, of which any may be an exception; one round trip, if all fits under `WINDOW_BYTES`."""
@@ -215,9 +217,11 @@ class Server:
         try:
             self._converse(connection, asks, replies)
             self._free.append(connection)
-            self.breaker.succeeded()
+            self._starved &= not _values(asks)
+            self.breaker.succeeded(fully=not self._starved)
         except Exception as error:  # whatever it was: this connection may have half a reply in it
             connection.disconnect()
+            self._starved |= _values(asks)
             self.breaker.failed()
             if isinstance(error, errors.InvalidResponse):
                 replies.clear()  # who talks nonsense now may have before
@@ -248,6 +252,11 @@ class Server:
         while self._free:
             with suppress(IndexError):
                 self._free.pop().disconnect()
+
+
+def _values(asks: Sequence[Ask]) -> bool:
+    """Whether what is asked for is large."""
+    return any(ask.weight and ask.args[0] == "GETRANGE" for ask in asks)
 
 
 _WORDS = (

@@ -57,3 +57,25 @@ def test_one_thread_of_many_is_the_attempt():
         thread.join()
     assert sum(allowed) <= 1
     assert breaker.allows()
+
+
+def test_who_only_shows_that_it_is_there_is_on_probation():
+    """Behind a slow network a server answers every PING, and sends no value in time."""
+    now = [0.0]
+    breaker = Breaker(failures=5, clock=lambda: now[0])
+    for _ in range(4):
+        breaker.failed()
+        breaker.succeeded(fully=False)  # the small question before the large one
+    assert breaker.state == "closed"
+    breaker.failed()
+    assert breaker.state == "open"
+    now[0] = 1.0
+    assert breaker.allows()
+    breaker.succeeded(fully=False)
+    assert breaker.state == "closed"
+    breaker.failed()  # one is enough now
+    assert breaker.state == "open"
+    breaker.succeeded()
+    for _ in range(4):
+        breaker.failed()
+    assert breaker.state == "closed"
