@@ -48,7 +48,7 @@ def test_d39_ten_thousand_chunks_under_256_keys(eight_bits, monkeypatch, where, 
     """Two chunks with one key: one user got the other's KV (vllm#54727, CVE-2025-25183, CVE-2026-10813)."""
     pool, store = Pool(), DictStore(local=True)
     kv = library(model_of(num_hidden_layers=2), pool if where == "memory" else TieredStore(Pool(1), store))
-    facts, tokenizer = attachment_of(kv.model).facts, kv._tokenizer_digest
+    facts, tokenizer = attachment_of(kv.model).facts, kv.tokenizer_digest
 
     def compute(pieces, conditioning):  # the forward alone is replaced, which would take long
         return [made_of(p.ids, facts, tokenizer=tokenizer, text=p.text) for p in pieces.values()]
