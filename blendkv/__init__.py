@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         NotAttachedError,
         UnsupportedModelError,
     )
+    from blendkv.guard import Guard
     from blendkv.library import BlendedInputs, ChunkLibrary
     from blendkv.models import load_model
     from blendkv.prefilling import first_layer_of, prefill
@@ -41,6 +42,7 @@ _HOMES = {
         "UnsupportedModelError",
     ),
     "blendkv.attaching": ("attach", "detach"),
+    "blendkv.guard": ("Guard",),
     "blendkv.library": ("BlendedInputs", "ChunkLibrary"),
     "blendkv.models": ("load_model",),
     "blendkv.prefilling": ("first_layer_of", "prefill"),
@@ -64,6 +66,7 @@ __all__ = [
     "ChunkFileError",
     "ChunkLibrary",
     "ChunkMissError",
+    "Guard",
     "MissingChunk",
     "NotAttachedError",
     "Pool",

@@ -17,6 +17,7 @@ from blendkv.cache import BlendedCache, Chunk
 from blendkv.chunk import ChunkCache, MissingChunk, chunk_key, tokenizer_fingerprint
 from blendkv.errors import ChunkMissError
 from blendkv.facts import ModelFacts
+from blendkv.guard import Guard
 from blendkv.layout import Layout, Piece, Prompt, texts_of
 from blendkv.prefilling import BATCH_TOKENS, prefill
 from blendkv.report import BlendReport
@@ -65,6 +66,7 @@ class ChunkLibrary:
         capacity_bytes: of the pool, if `store` is a URL.
         batch_tokens: most tokens of one prefill forward.
         progress: show a bar while chunks are computed.
+        guard: checks a sample of requests and falls back to full recompute (`blendkv.Guard`).
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class ChunkLibrary:
         capacity_bytes: int | None = None,
         batch_tokens: int = BATCH_TOKENS,
         progress: bool = False,
+        guard: Guard | None = None,
     ) -> None:
         if condition not in ("none", "bos", "system"):
             raise ValueError(f"condition={condition!r}: choose 'none', 'bos' or 'system'")
@@ -107,7 +110,7 @@ class ChunkLibrary:
         self.pool = open_pool(store, capacity_bytes)
         self.condition, self.on_miss = condition, on_miss
         self.layout, self.namespace = Layout(tokenizer, chunk_tokens, separator), namespace
-        self.batch_tokens, self.progress = batch_tokens, progress
+        self.batch_tokens, self.progress, self.guard = batch_tokens, progress, guard
         self.model = attach(model)
         self._tokenizer_digest = tokenizer_fingerprint(tokenizer)
         self._lock = threading.Lock()
@@ -135,9 +138,9 @@ class ChunkLibrary:
         with report.clock.stage("load"):
             chunks = self._chunks(prompt, report, options["strict"])
         report.notes += getattr(self.pool, "notes", ())
-        cache = BlendedCache(chunks, **options)
+        cache = BlendedCache(chunks, **options) if self.guard is None else self.guard.cache(chunks, options)
         cache.report.clock, cache.report.put_failures = report.clock, report.put_failures
-        cache.report.prefilled_tokens, cache.report.notes = report.prefilled_tokens, report.notes
+        cache.report.prefilled_tokens, cache.report.notes = report.prefilled_tokens, cache.report.notes + report.notes
         ids = torch.tensor([prompt.ids], device=next(self.model.parameters()).device)
         return BlendedInputs({"input_ids": ids, "attention_mask": torch.ones_like(ids), _compat.CACHE_ARG: cache})
 

@@ -18,10 +18,13 @@ selectors.base selectors.static selectors.deviation selectors stores.base stores
 stores.inventory stores.disk stores.breaker stores.resp stores.valkey_server stores.valkey_servers stores.valkey_url
 stores.valkey stores.catalog stores.valkey_centre stores.patience stores.remote stores.eviction stores.pool stores
 attention cache facts plan buffers waits graphs norms blend decoding attachment hooks learning proof attaching layout
-prefilling library texts trials calibrating models contract testing passages bench bench.measure bench.tasks
-bench.methods bench.shapes bench.prompts bench.gates bench.decode bench.memory bench.results bench.kernels
-bench.coding bench.loading bench.ttft bench.codec_table bench.table bench.plot bench.quality bench.coders bench.codec
-bench.joint verify families survey guide demo _console _options cli_bench cli_codec cli
+prefilling divergence guard library texts trials calibrating models contract testing passages bench bench.measure
+bench.scores bench.intervals bench.records bench.readers bench.synthetic bench.tasks bench.methods bench.shapes
+bench.prompts bench.gates bench.decode bench.memory bench.results bench.kernels bench.coding bench.loading bench.ttft
+bench.laying bench.answering bench.forcing bench.mapping bench.settings bench.items bench.journal bench.summary
+bench.quality bench.insights bench.suggest bench.codec_table bench.table bench.quality_plot bench.leaderboard
+bench.plot bench.coders bench.codec bench.joint verify families survey guide demo _console _options cli_bench
+cli_codec cli_quality cli
 """
 ORDER = _ORDER.split()
 

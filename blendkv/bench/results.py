@@ -31,20 +31,26 @@ SETTINGS = {
     "ttft": SETTING,
     "codec": ("model", "dtype", "tokens", "continuation", "contexts"),
     "joint": ("model", "dtype", "task", "prompts", "selector"),
+    "quality": ("model", "dtype", "device", "task", "data", "records", "prompts", "chunks", "chunk_tokens", "batch"),
+    "insights": ("model", "dtype", "device", "task", "data", "prompts"),
 }
 """For each command the fields that rows of one table share."""
 IDENTITIES = {
     "ttft": IDENTITY,
     "codec": (*SETTINGS["codec"], "codec", "level"),
     "joint": (*SETTINGS["joint"], "codec", "level", "change", "ratio"),
+    "quality": (*SETTINGS["quality"], "method", "selector", "ratio"),
+    "insights": (*SETTINGS["insights"], "figure", "layer", "ratio"),
 }
 """For each command the fields that tell its rows apart."""
 _NEEDED = {
     "ttft": ("device", *METHOD, "ttft_s", "speedup"),
     "codec": ("device", *IDENTITIES["codec"]),
     "joint": ("device", *IDENTITIES["joint"], "bits_per_element", "kl"),
+    "quality": ("device", "model", "task", "method", "selector", "ratio", "charged_budget", "kl", "ci"),
+    "insights": ("device", "model", "figure", "layer", "value"),
 }
-_ORDER = {name: i for i, name in enumerate(("full", "prefix", "reuse", "blend"))}
+_ORDER = {name: i for i, name in enumerate(("full", "nocontext", "prefix", "reuse", "blend", "mapreduce", "maprerank"))}
 
 
 def kind(row: Row) -> str:
