@@ -61,7 +61,7 @@ def frame(tokenizer: Any, example: Example) -> tuple[list[int], list[int]]:
         after += "\nAnswer:"
     head = _special(tokenizer, before.format(instruction=instruction))
     bos = tokenizer.bos_token_id
-    if not chat and bos is not None and tokenizer("a")["input_ids"][:1] == [bos]:
+    if bos is not None and tokenizer("a")["input_ids"][:1] == [bos]:
         head = [bos, *head]
     return head, _special(tokenizer, after.format(asking=asking))
 

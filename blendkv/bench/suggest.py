@@ -119,7 +119,7 @@ def decide(
         best = min(tried, key=lambda key: _mean(figures[key]))
         text = (
             f"Nothing that was tried keeps KL under {bound:g}: the nearest is {_name(best)} with "
-            f"{_mean(figures[best]):.4f}. Recompute in full, try other selectors or larger ratios, or set a bound that your answers can stand."
+            f"{_mean(figures[best]):.4f}. Recompute in full, or try other selectors and larger ratios."
         )
         return Suggestion(None, None, False, text, **told)
     other = [figure["kl"] for figure in figures[chosen][1::2]]
