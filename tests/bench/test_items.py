@@ -25,6 +25,12 @@ def tokenizer():
     return byte_tokenizer(chat=True)
 
 
+def question_alone(tokenizer):
+    """Ids of the prompt without its chunks."""
+    before, after = frame(tokenizer, EXAMPLE)
+    return before + after
+
+
 def slow_answer(model, stops, ids, cache=None):
     """Text of a whole generate, cut afterwards."""
     said = generate(model, ids, cache, max_new_tokens=LIMIT)[0, ids.shape[1] :].tolist()
@@ -57,7 +63,7 @@ def test_every_setting_says_what_generate_says(attached, tokenizer):
     for setting in settings:
         ids = case.ids
         if setting.method == NO_CONTEXT:
-            ids = torch.tensor([sum(frame(tokenizer, EXAMPLE), [])])
+            ids = torch.tensor([question_alone(tokenizer)])
         blends = setting.method in ("reuse", "blend")
         cache = BlendedCache(case.chunks, setting.ratio, setting.selector or "hkvd") if blends else None
         said = slow_answer(model, examiner.stops, ids, cache)
@@ -71,7 +77,7 @@ def test_every_setting_says_what_generate_says(attached, tokenizer):
     assert found[NO_CONTEXT, None, None]["charged_budget"] == 0
     reference = Reference.of(model, tokenizer, EXAMPLE)
     assert found["blend", "hkvd", 0.15]["kl"] == pytest.approx(reference.agreement(Blend(0.15)).kl, rel=1e-4)
-    alone = forced_logits(model, torch.tensor([sum(frame(tokenizer, EXAMPLE), [])]), reference.answer, None)
+    alone = forced_logits(model, torch.tensor([question_alone(tokenizer)]), reference.answer, None)
     kl = (reference.logits.softmax(-1) * (reference.logits.log_softmax(-1) - alone.log_softmax(-1))).sum(-1).mean()
     assert found[NO_CONTEXT, None, None]["kl"] == pytest.approx(float(kl), rel=1e-3)
 

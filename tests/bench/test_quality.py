@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from blendkv.bench.methods import Blend, forced_logits, greedy_answer
 from blendkv.bench.forcing import STEPS, agree, compare
 from blendkv.bench.laying import Cell, cut_pieces, kept, lay_out
+from blendkv.bench.methods import Blend, forced_logits, greedy_answer
 from blendkv.bench.quality import quality_rows
 from blendkv.bench.tasks import Example
 from blendkv.testing import byte_tokenizer
@@ -64,7 +64,8 @@ def test_rows_are_means_over_prompts_paired_with_the_reference(attached):
         low, high = row["ci"]["kl"]
         assert low <= row["kl"] <= high
         assert row["relative_to"] == ["hkvd", 0.15]
-        assert row["f1"] is None and row["ci"]["f1"] is None
+        assert row["f1"] is None
+        assert row["ci"]["f1"] is None
         assert row["ttft_s"] > 0
     assert rows[2]["ci"]["relative"] == pytest.approx([1, 1])
     assert rows[-1]["same"] == 1

@@ -100,7 +100,8 @@ def test_the_built_in_task_needs_two_chunks():
         (answer,) = example.answers
         with_person = [i for i, chunk in enumerate(example.chunks) if person in chunk]
         with_answer = [i for i, chunk in enumerate(example.chunks) if answer in chunk]
-        assert len(with_person) == len(with_answer) == 1 and with_person != with_answer
+        assert len(with_person) == len(with_answer) == 1
+        assert with_person != with_answer
         assert example.support == tuple(sorted(with_person + with_answer))
         place = re.search(r"at the (.+?)\. ", example.chunks[with_person[0]])[1]
         assert [i for i, chunk in enumerate(example.chunks) if place in chunk] == list(example.support)

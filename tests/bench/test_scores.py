@@ -36,7 +36,7 @@ def longest(first, second):
 def test_common_subsequence_beside_all_subsequences():
     rng = np.random.default_rng(0)
     for _ in range(40):
-        first, second = (list("abc"[i] for i in rng.integers(3, size=rng.integers(0, 9))) for _ in range(2))
+        first, second = (["abc"[i] for i in rng.integers(3, size=rng.integers(0, 9))] for _ in range(2))
         assert common_subsequence(first, second) == longest(first, second)
 
 
