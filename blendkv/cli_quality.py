@@ -70,7 +70,7 @@ def quality(
         read_task(task, data, UNCUT, **wanted)  # what is malformed stops here, before a model is loaded
         loaded, tokenizer = load(model, dtype, device)
         reading = read_task(task, data, tokenizer, **wanted)
-        about = {"model": Path(model).name, "task": task, "data": _named(data), "records": records}
+        about = {"model": _named(model), "task": task, "data": _named(data), "records": records}
         found = measure_quality(
             loaded,
             tokenizer,
@@ -127,7 +127,7 @@ def insights(
         read_task(task, data, UNCUT, **wanted)
         loaded, tokenizer = load(model, dtype, device, "eager")
         reading = read_task(task, data, tokenizer, **wanted)
-        about = {"model": Path(model).name, "task": task, "data": _named(data)}
+        about = {"model": _named(model), "task": task, "data": _named(data)}
         rows = insight_rows(loaded, tokenizer, reading.examples, shares, chosen, about=about, progress=True)
         if rows_into is not None:
             write_rows(rows_into, rows)
@@ -278,7 +278,7 @@ def _list(text: str) -> list[str]:
 
 
 def _named(data: str | None) -> str | None:
-    """Data as rows name it: a file by its name."""
+    """A model or data as rows name it: files by their names."""
     return data if data is None or not Path(data).exists() else Path(data).name
 
 

@@ -30,9 +30,18 @@ _SHOT = re.compile(r"(?=^Dialogue: )", re.MULTILINE)
 def hotpot(record: Record, tokenizer: Tokenizer = None) -> Example:
     """HotpotQA, distractor setting: every passage is a chunk, `title: ` + sentences + blank line.
 
-    Sentences are joined as they are where each one after the first brings its own leading space. The hub's layout
-    (`context` an object of lists) is read too.
+    Sentences are joined as they are: in this data each one after the first brings its own leading space. The hub's
+    layout (`context` an object of lists) is read too.
     """
+    return _passages(record, "")
+
+
+def two_wiki(record: Record, tokenizer: Tokenizer = None) -> Example:
+    """2WikiMultihopQA: as HotpotQA, but sentences bring no spaces of their own."""
+    return _passages(record, " ")
+
+
+def _passages(record: Record, between: str) -> Example:
     if record.has("context") and isinstance(record.value["context"], dict):
         context = record.get("context", dict)
         titles, sentences = context.texts("title"), context.items("sentences")
@@ -41,7 +50,7 @@ def hotpot(record: Record, tokenizer: Tokenizer = None) -> Example:
         passages = [(title, _texts(part)) for title, part in zip(titles, sentences, strict=True)]
     else:
         passages = [(passage.text(0), passage.texts(1)) for passage in record.items("context")]
-    chunks = [f"{title}: {_joined(sentences)}\n\n" for title, sentences in passages]
+    chunks = [f"{title}: {between.join(sentences)}\n\n" for title, sentences in passages]
     support = _supporting(record, [title for title, _ in passages])
     return Example(record.text("question"), chunks, [record.text("answer")], support=support)
 
@@ -121,12 +130,6 @@ def _dialogue(record: Record) -> tuple[str, str]:
     fields = ("dialogue", "summary") if record.has("dialogue") else ("question", "answer")
     said, summary = (record.text(field).replace("\r\n", "\n").strip() for field in fields)
     return said, summary
-
-
-def _joined(sentences: Sequence[str]) -> str:
-    """Sentences as one text; a space between those of which none brings its own."""
-    spaced = any(sentence[:1].isspace() for sentence in sentences[1:])
-    return ("" if spaced or len(sentences) < 2 else " ").join(sentences)
 
 
 def _texts(record: Record) -> list[str]:

@@ -31,7 +31,7 @@ READERS: dict[str, Reader] = {
     "hotpot": hotpot,
     "musique": musique,
     "musique-original": readers.musique_original,
-    "2wikimqa": hotpot,
+    "2wikimqa": readers.two_wiki,
     "longbench": readers.longbench,
     "multinews": readers.multi_news,
     "plain": readers.plain,
