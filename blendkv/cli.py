@@ -12,7 +12,7 @@ from blendkv._console import print_json, print_table, work
 from blendkv._options import MODEL_HELP, Device, Dtype, Json, load, one_of
 from blendkv.cli_bench import bench
 from blendkv.cli_codec import profile
-from blendkv.cli_quality import check_prompts, make_suggestion, print_suggestion
+from blendkv.cli_quality import check_prompts, make_suggestion, print_suggestion, read_selectors
 
 if TYPE_CHECKING:
     from blendkv.demo import Demo, Round
@@ -129,6 +129,8 @@ def verify(
     ] = False,
     data: Annotated[str | None, typer.Option(help="With --suggest: file of prompts; a few of ours if not.")] = None,
     task: Annotated[str, typer.Option(help="With --suggest: how --data is read, as in bench quality.")] = "plain",
+    selectors: Annotated[str, typer.Option(help="With --suggest: selectors to choose among.")] = "hkvd,boundary",
+    bound: Annotated[float, typer.Option(min=0.0, help="With --suggest: most KL, nats per answer token.")] = 0.05,
     as_json: Json = False,
 ) -> None:
     """Prove that a model can be blended: every check with its figure. Exit code 1 if one fails."""
@@ -151,10 +153,11 @@ def verify(
 
         if suggest and data is not None:
             check_prompts(task, data)
+        chosen = read_selectors(selectors) if suggest else []
         loaded, tokenizer = load(model, dtype, device, attn)
         checks = list(tqdm(run_checks(loaded, tokenizer), desc="verify", unit="check", leave=False))
         ok = all(check.ok for check in checks)
-        suggestion = make_suggestion(loaded, tokenizer, data, task) if suggest and ok else None
+        suggestion = make_suggestion(loaded, tokenizer, data, task, chosen, bound) if suggest and ok else None
     if as_json:
         told = {"suggestion": suggestion and suggestion.to_dict()} if suggest else {}
         print_json({"ok": ok, "model": model, "checks": [check.to_dict() for check in checks], **told})

@@ -170,11 +170,22 @@ def check_prompts(task: str, data: str) -> None:
     read_task(task, data, UNCUT)
 
 
-def make_suggestion(loaded: Any, tokenizer: Any, data: str | None, task: str) -> Any:
+def read_selectors(text: str) -> list[str]:
+    """The selectors in a list such as `hkvd,boundary`."""
+    from blendkv.selectors import get_selector
+
+    for name in _list(text):
+        _usage(lambda name=name: get_selector(name), "--selectors")
+    return _list(text)
+
+
+def make_suggestion(
+    loaded: Any, tokenizer: Any, data: str | None, task: str, selectors: list[str], bound: float
+) -> Any:
     """What `verify --suggest` finds."""
     from blendkv.bench.suggest import suggest
 
-    return suggest(loaded, tokenizer, task=task, data=data, progress=True)
+    return suggest(loaded, tokenizer, task=task, data=data, selectors=selectors, bound=bound, progress=True)
 
 
 def print_suggestion(model: str, found: Any) -> None:

@@ -90,6 +90,8 @@ def test_version(run):
         ["bench", "quality", "m", "--data", "f", "--reference", "hkvd"],
         ["bench", "quality", "m", "--data", "f", "--chunks", "0"],
         ["verify", "m", "--data", "f"],
+        ["verify", "m", "--suggest", "--selectors", "magic"],
+        ["verify", "all", "--tiny", "--suggest"],
     ],
     ids=" ".join,
 )

@@ -64,8 +64,13 @@ def plot(rows: Iterable[Row], out: str | Path) -> None:
 
 def _figure(panels: list[tuple[Row, Any]]) -> Any:
     _matplotlib().rcParams.update({"svg.hashsalt": "blendkv", "svg.fonttype": "none", "font.size": 9})
-    figure = _matplotlib("figure").Figure(figsize=(6.4 * len(panels), 4.4), layout="constrained")
-    for axes, (row, drawn) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    columns = len(panels) if kind(panels[0][0]) in ("ttft", "joint") else 2
+    rows = -(-len(panels) // columns)
+    figure = _matplotlib("figure").Figure(figsize=(6.4 * columns, 4.4 * rows), layout="constrained")
+    places = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes in places[len(panels) :]:
+        axes.remove()
+    for axes, (row, drawn) in zip(places, panels, strict=False):
         if kind(row) == "ttft":
             _draw_speed(axes, row, drawn)
         elif kind(row) == "joint":

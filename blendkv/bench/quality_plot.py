@@ -17,14 +17,15 @@ _APART = ("model", "dtype", "device", "task", "data", "records")
 
 
 def panels(rows: Iterable[Row]) -> list[Panel]:
-    """KL over charged budget and over TTFT for each setting; a panel for what was swept; two for insights."""
+    """KL over charged budget and over TTFT for each setting, or one panel for what was swept; two for insights."""
     tables = by_setting(rows)
+    sweeps = [(name, group) for name in SWEPT for group in _swept([r for r in rows_of(tables) if r.get(name)], name)]
+    swept = {id(row) for name, group in sweeps for row in group if name != "batch" or row["batch"] > 1}
     found: list[Panel] = []
     for table in tables:
-        if kind(table[0]) == "quality":
+        if kind(table[0]) == "quality" and id(table[0]) not in swept:
             found += [("charged_budget", table), ("ttft_s", table)]
-    for name in SWEPT:
-        found += [(name, group) for group in _swept([r for r in rows_of(tables) if r.get(name)], name)]
+    found += sweeps
     for table in tables:
         if kind(table[0]) == "insights":
             found += [(ATTENTION, table), (RANKS, table)]
@@ -71,10 +72,10 @@ def _draw_quality(axes: Any, field: str, rows: Sequence[Row]) -> None:
         style = "--" if name in CONTROLS else "-"
         axes.errorbar(x, kl, yerr=errors, marker="o", markersize=4, linestyle=style, capsize=2, label=name)
     exact = next((row for row in rows if row["method"] == "full"), None)
-    if exact is not None and exact.get(field) is not None:
+    if field == "ttft_s" and exact is not None:
         axes.axvline(exact[field], color="grey", linewidth=0.8, label="full recompute")
     axes.set_ylim(bottom=0)
-    axes.set_xlim(left=0)
+    axes.set_xlim(left=-0.02 * axes.get_xlim()[1])
     axes.set_xlabel({"charged_budget": "charged budget", "ttft_s": "time to the first token, s"}[field])
     axes.set_ylabel("KL to full recompute, nats (95% intervals)")
 

@@ -79,8 +79,9 @@ def test_points_of_figures():
 def test_a_sweep_has_a_panel_of_its_own():
     swept = [row(chunks=n, kl=0.01 * n, prompts=40 + n) for n in (3, 6)]
     found = panels(swept)
-    assert [what for what, _ in found][-1] == "chunks"
-    assert {r["chunks"] for r in found[-1][1]} == {3, 6}
+    assert [what for what, _ in found] == ["chunks"]
+    assert {r["chunks"] for r in found[0][1]} == {3, 6}
+    assert [what for what, _ in panels([swept[0]])] == ["charged_budget", "ttft_s"]
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".png"])
