@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         StoreError,
         UnsupportedModelError,
     )
+    from blendkv.guard import Guard
     from blendkv.library import BlendedInputs, ChunkLibrary
     from blendkv.models import load_model
     from blendkv.prefilling import first_layer_of, prefill
@@ -43,6 +44,7 @@ _HOMES = {
         "UnsupportedModelError",
     ),
     "blendkv.attaching": ("attach", "detach"),
+    "blendkv.guard": ("Guard",),
     "blendkv.library": ("BlendedInputs", "ChunkLibrary"),
     "blendkv.models": ("load_model",),
     "blendkv.prefilling": ("first_layer_of", "prefill"),
@@ -67,6 +69,7 @@ __all__ = [
     "ChunkLibrary",
     "ChunkMissError",
     "DiskStore",
+    "Guard",
     "MissingChunk",
     "NotAttachedError",
     "Pool",

@@ -14,6 +14,7 @@ from blendkv.cli_bench import bench
 from blendkv.cli_bench_stores import eviction, stores
 from blendkv.cli_codec import profile
 from blendkv.cli_precompute import precompute
+from blendkv.cli_quality import check_prompts, make_suggestion, print_suggestion, read_selectors
 from blendkv.cli_stores import evict, inspect, ls, verify_store
 
 if TYPE_CHECKING:
@@ -130,10 +131,21 @@ def verify(
     dtype: Dtype = "float32",
     device: Device = "cpu",
     attn: Annotated[str, typer.Option(help="Attention implementation: sdpa or eager.")] = "sdpa",
+    suggest: Annotated[
+        bool, typer.Option("--suggest", help="Suggest a selector and a ratio, from prompts of your own (--data).")
+    ] = False,
+    data: Annotated[str | None, typer.Option(help="With --suggest: file of prompts; a few of ours if not.")] = None,
+    task: Annotated[str, typer.Option(help="With --suggest: how --data is read, as in bench quality.")] = "plain",
+    selectors: Annotated[str, typer.Option(help="With --suggest: selectors to choose among.")] = "hkvd,boundary",
+    bound: Annotated[float, typer.Option(min=0.0, help="With --suggest: most KL, nats per answer token.")] = 0.05,
     as_json: Json = False,
 ) -> None:
     """Prove that a model can be blended: every check with its figure. Exit code 1 if one fails."""
     one_of("--attn", attn, ("sdpa", "eager"))
+    if data is not None and not suggest:
+        raise typer.BadParameter("it goes with --suggest", param_hint="--data")
+    if suggest and tiny:
+        raise typer.BadParameter("it goes with a model, not with --tiny", param_hint="--suggest")
     if write is not None and not (tiny and models == ["all"]):
         raise typer.BadParameter("it goes with --tiny all", param_hint="--write")
     if tiny:
@@ -146,11 +158,16 @@ def verify(
 
         from blendkv.verify import verify as run_checks
 
+        if suggest and data is not None:
+            check_prompts(task, data)
+        chosen = read_selectors(selectors) if suggest else []
         loaded, tokenizer = load(model, dtype, device, attn)
         checks = list(tqdm(run_checks(loaded, tokenizer), desc="verify", unit="check", leave=False))
-    ok = all(check.ok for check in checks)
+        ok = all(check.ok for check in checks)
+        suggestion = make_suggestion(loaded, tokenizer, data, task, chosen, bound) if suggest and ok else None
     if as_json:
-        print_json({"ok": ok, "model": model, "checks": [check.to_dict() for check in checks]})
+        told = {"suggestion": suggestion and suggestion.to_dict()} if suggest else {}
+        print_json({"ok": ok, "model": model, "checks": [check.to_dict() for check in checks], **told})
     else:
         rows = [
             [
@@ -165,6 +182,8 @@ def verify(
         print_table(["check", "figure", "bound", "", "detail"], rows, wrap=("detail",))
         failures = sum(not check.ok for check in checks)
         typer.echo(f"\n{model}: {'all' if ok else f'{failures} of'} {len(checks)} checks {'hold' if ok else 'failed'}")
+        if suggestion is not None:
+            print_suggestion(model, suggestion)
     raise typer.Exit(0 if ok else 1)
 
 

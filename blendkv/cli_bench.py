@@ -12,9 +12,7 @@ from blendkv._options import (
     Device,
     Dtype,
     Json,
-    Model,
     Ratios,
-    SelectorName,
     figure,
     load,
     named_selector,
@@ -209,58 +207,9 @@ def plot(
     files: Files,
     out: Annotated[Path, typer.Option(help="Figure to write: .svg, .png, ...")],
 ) -> None:
-    """Draw speed-up over context length, or KL over bits of `bench joint` (needs matplotlib)."""
+    """Draw rows: speed-up over context, KL over bits, KL over budget and TTFT, insights (needs matplotlib)."""
     with work(False):
         from blendkv.bench.plot import plot as draw
         from blendkv.bench.results import read_rows
 
         draw([row for file in files for row in read_rows(file)], out)
-
-
-@bench.command()
-def quality(
-    model: Model,
-    data: Annotated[str, typer.Option(help="File with the task's records (JSON, or .jsonl).")],
-    task: Annotated[str, typer.Option(help="hotpot or musique.")] = "hotpot",
-    prompts: Annotated[int, typer.Option(min=1, help="Records read, from the first.")] = 20,
-    ratio: Ratios = "0,0.15",
-    selector: SelectorName = "hkvd",
-    source: Annotated[str, typer.Option(help="What HKVD compares: k, v or kv.")] = "k",
-    dtype: Dtype = "float32",
-    device: Device = "cpu",
-    as_json: Json = False,
-) -> None:
-    """KL to full recompute over the first 12 answer tokens, and how often the answer is the same."""
-    ratios = read_ratios(ratio)
-    one_of("--source", source, ("k", "v", "kv"))
-    with work(as_json):
-        from blendkv.bench.quality import quality_rows
-        from blendkv.bench.tasks import READERS, read_examples
-
-        one_of("--task", task, sorted(READERS))
-        chosen = named_selector(selector, source)
-        loaded, tokenizer = load(model, dtype, device)
-        examples = read_examples(task, data, tokenizer, prompts)
-        if not examples:
-            raise ValueError(f"{data} holds no records")
-        rows = quality_rows(loaded, tokenizer, examples, ratios, chosen, progress=True)
-    if as_json:
-        print_json({"model": model, "task": task, "prompts": len(examples), "rows": rows})
-        return
-    print_table(
-        ["method", "ratio", "KL (nats)", "95% interval", "first token", "same answer", "charged", "minus first row"],
-        [
-            [
-                row["method"] if row["selector"] is None else f"{row['method']}, {row['selector']}",
-                f"{row['ratio']:g}",
-                f"{row['kl']:.3f}",
-                f"{row['kl_low']:.3f} to {row['kl_high']:.3f}",
-                f"{row['first_kl']:.3f}",
-                f"{row['same_answer']:.0%}",
-                f"{row['charged_budget']:.3f}",
-                f"{row['kl_minus_first_row']:+.3f}",
-            ]
-            for row in rows
-        ],
-        f"{model}: {len(examples)} prompts of {task}, KL(full recompute || method)",
-    )

@@ -21,6 +21,7 @@ from blendkv.codecs import Codec
 from blendkv.container.format import MAX_NAME_BYTES
 from blendkv.errors import ChunkMissError
 from blendkv.facts import ModelFacts
+from blendkv.guard import Guard
 from blendkv.layout import Layout, Piece, Prompt, texts_of
 from blendkv.pace import seconds_to_compute
 from blendkv.prefilling import BATCH_TOKENS, prefill
@@ -83,6 +84,7 @@ class ChunkLibrary:
         capacity_bytes: of the pool, if `store` is a URL.
         batch_tokens: most tokens of one prefill forward.
         progress: show a bar while chunks are computed.
+        guard: checks a sample of requests and falls back to full recompute (`blendkv.Guard`).
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class ChunkLibrary:
         capacity_bytes: int | None = None,
         batch_tokens: int = BATCH_TOKENS,
         progress: bool = False,
+        guard: Guard | None = None,
     ) -> None:
         if condition not in ("none", "bos", "system"):
             raise ValueError(f"condition={condition!r}: choose 'none', 'bos' or 'system'")
@@ -137,7 +140,7 @@ class ChunkLibrary:
             )
         self.condition, self.on_miss, self.deadline_s = condition, on_miss, deadline_s
         self.layout, self.namespace = Layout(tokenizer, chunk_tokens, separator), namespace or ""
-        self.batch_tokens, self.progress = batch_tokens, progress
+        self.batch_tokens, self.progress, self.guard = batch_tokens, progress, guard
         self.model = attach(model)
         self.tokenizer_digest = tokenizer_fingerprint(tokenizer)
         self._lock = threading.Lock()
@@ -165,7 +168,7 @@ class ChunkLibrary:
         with report.clock.stage("load"):
             chunks = self._chunks(prompt, report, options["strict"])
         report.notes += getattr(self.pool, "notes", ())
-        cache = BlendedCache(chunks, **options)
+        cache = BlendedCache(chunks, **options) if self.guard is None else self.guard.cache(chunks, options)
         cache.report.take_over(report)
         ids = torch.tensor([prompt.ids], device=next(self.model.parameters()).device)
         return BlendedInputs({"input_ids": ids, "attention_mask": torch.ones_like(ids), _compat.CACHE_ARG: cache})

@@ -140,7 +140,7 @@ class BlendReport:
 
     def take_over(self, other: BlendReport) -> None:
         """Goes on with what happened before the cache of this report was made."""
-        self.clock, self.notes = other.clock, other.notes
+        self.clock, self.notes = other.clock, self.notes + other.notes
         self.put_failures, self.prefilled_tokens = other.put_failures, other.prefilled_tokens
         self.loaded, self.store_faults = other.loaded, other.store_faults
 

@@ -82,8 +82,16 @@ def test_version(run):
         ["bench", "ttft"],
         ["bench", "ttft", "m", "--shape", "tiny"],
         ["bench", "ttft", "--shape", "tiny", "--dtype", "auto"],
-        ["bench", "quality", "m", "--data", "f", "--source", "q"],
         ["bench", "quality", "m", "--data", "f", "--task", "magic"],
+        ["bench", "quality", "m", "--data", "f", "--selectors", "hkvd,magic"],
+        ["bench", "quality", "m", "--data", "f", "--methods", "full,magic"],
+        ["bench", "quality", "m", "--data", "f", "--methods", "mapreduce", "--no-answers"],
+        ["bench", "quality", "m", "--data", "f", "--ratios", "0,2"],
+        ["bench", "quality", "m", "--data", "f", "--reference", "hkvd"],
+        ["bench", "quality", "m", "--data", "f", "--chunks", "0"],
+        ["verify", "m", "--data", "f"],
+        ["verify", "m", "--suggest", "--selectors", "magic"],
+        ["verify", "all", "--tiny", "--suggest"],
     ],
     ids=" ".join,
 )
@@ -339,17 +347,81 @@ def test_bench_ttft_stops_where_ratio_1_is_wrong(run, model, monkeypatch):
 def test_bench_quality(run, model, tmp_path):
     record = {"question": "Who?", "answer": "Ada", "context": [["A", ["Ada was."]], ["B", ["Bob is.", " So."]]]}
     path = tmp_path / "hotpot.json"
-    path.write_text(json.dumps([record, record, record]))
-    arguments = ["bench", "quality", "m", "--data", path, "--prompts", "2", "--ratio", "0,1"]
-    result = run(*arguments, "--source", "v", "--json")
+    path.write_text(json.dumps([record, record, {"question": "no context"}]))
+    arguments = ["bench", "quality", "m", "--data", path, "--n", "2", "--ratios", "0,0.15,1"]
+    more = ["--selectors", "hkvd,random", "--methods", "full,prefix,blend,mapreduce,maprerank", "--max-new-tokens", "3"]
+    rows_file, items = tmp_path / "rows.json", tmp_path / "items.jsonl"
+    result = run(*arguments, *more, "--out", items, "--rows", rows_file, "--json")
     assert result.exit_code == 0, result.stderr
     told = only_json(result)
-    assert told["prompts"] == 2
-    reuse, blend = told["rows"]
-    assert (reuse["method"], blend["method"], blend["selector"]) == ("reuse", "blend", "hkvd-v")
-    assert reuse["kl"] > 0
-    assert blend["kl"] == pytest.approx(0, abs=1e-6)
-    assert "2 prompts of hotpot" in run(*arguments).stdout
+    assert (told["prompts"], told["computed"], told["skipped"]) == (2, 20, [])
+    keys = [(row["method"], row["selector"], row["ratio"]) for row in told["rows"]]
+    assert keys == [
+        ("full", None, None), ("nocontext", None, None), ("prefix", None, None), ("reuse", None, 0.0),
+        ("blend", "hkvd", 0.15), ("blend", "hkvd", 1.0), ("blend", "random", 0.15), ("blend", "random", 1.0),
+        ("mapreduce", None, None), ("maprerank", None, None),
+    ]  # fmt: skip
+    by_key = dict(zip(keys, told["rows"], strict=True))
+    assert by_key["reuse", None, 0.0]["kl"] > 0
+    assert by_key["blend", "hkvd", 1.0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert by_key["prefix", None, None]["kl"] == pytest.approx(0, abs=1e-6)
+    for row in told["rows"]:
+        assert (row["kl"] is None) == row["method"].startswith("map")
+        assert set(row["ci"]) == {"kl", "kl_first", "same", "f1", "rouge_l", "ttft_s", "relative", "charged_budget"}
+        assert row["command"].startswith("blendkv ")
+        assert str(tmp_path) not in row["command"]
+    assert len(read_rows(rows_file)) == 10
+    again = only_json(run(*arguments, *more, "--out", items, "--json"))
+    assert again["computed"] == 0
+    assert [row["kl"] for row in again["rows"]] == [row["kl"] for row in told["rows"]]
+    other = run(*arguments, "--no-answers", "--out", items)
+    assert other.exit_code == 1
+    assert "answers was True, is False" in other.stderr
+    assert "2 prompts of hotpot" in run(*arguments, "--no-answers").stdout
+    board = run("bench", "leaderboard", rows_file)
+    assert board.exit_code == 0, board.stderr
+    assert "| blend, random, 15% (control) |" in board.stdout
+
+
+def test_bench_quality_stops_at_bad_records_before_a_model_is_loaded(run, monkeypatch, tmp_path):
+    monkeypatch.setattr("blendkv.models.load_model", lambda *args, **kwargs: pytest.fail("loaded"))
+    path = tmp_path / "own.jsonl"
+    path.write_text('{"question": "Q", "chunks": ["a"]}\n{"question": "Q"}\n')
+    for command in (["bench", "quality", "m"], ["bench", "insights", "m"], ["verify", "m", "--suggest"]):
+        result = run(*command, "--data", path, "--task", "plain")
+        assert result.exit_code == 1
+        assert "own.jsonl, line 2, field 'chunks': missing" in result.stderr
     missing = run("bench", "quality", "m", "--data", tmp_path / "none.json")
     assert missing.exit_code == 1
     assert "none.json" in missing.stderr
+
+
+def test_bench_quality_skips_bad_records_where_it_is_told_to(run, model, tmp_path):
+    path = tmp_path / "own.jsonl"
+    path.write_text('{"question": "Q", "chunks": ["a few words."]}\n{"question": "Q"}\n')
+    options = ["--data", path, "--task", "plain", "--no-answers", "--skip-bad", "--json"]
+    told = only_json(run("bench", "quality", "m", *options))
+    assert told["prompts"] == 1
+    assert told["skipped"] == ["own.jsonl, line 2, field 'chunks': missing"]
+    assert {row["skipped"] for row in told["rows"]} == {1}
+
+
+def test_verify_suggests_nothing_from_three_prompts(run, model):
+    told = only_json(run("verify", "m", "--suggest", "--json"))
+    assert told["ok"]
+    found = told["suggestion"]
+    assert (found["selector"], found["prompts"]) == (None, 3)
+    assert "too few" in found["told"]
+    assert {row["method"] for row in found["rows"]} == {"reuse", "blend"}
+
+
+def test_bench_insights(run, monkeypatch, tmp_path):
+    made = tiny_model("llama", max_position_embeddings=8192, attn_implementation="eager")
+    monkeypatch.setattr("blendkv.models.load_model", lambda *args, **kwargs: (made, byte_tokenizer(chat=True)))
+    options = ["--n", "2", "--ratios", "0,0.3,1"]
+    result = run("bench", "insights", "m", *options, "--rows", tmp_path / "r.json", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert {row["figure"] for row in only_json(result)["rows"]} == {
+        "attention deviation", "rank correlation", "deviation held by the top 15%",
+    }  # fmt: skip
+    assert len(read_rows(tmp_path / "r.json")) == len(only_json(result)["rows"])

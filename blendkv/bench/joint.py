@@ -17,9 +17,9 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from blendkv.bench.codec import codecs_of, in_16_bits
+from blendkv.bench.forcing import STEPS, Agreement, Reference
 from blendkv.bench.measure import paired_bootstrap
 from blendkv.bench.methods import Blend
-from blendkv.bench.quality import STEPS, Agreement, Reference
 from blendkv.bench.results import model_device_name, versions
 from blendkv.bench.tasks import Example, read_examples
 from blendkv.chunk import ChunkCache

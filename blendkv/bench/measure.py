@@ -19,6 +19,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from blendkv.divergence import kl_divergence
+
 __all__ = [
     "Interval", "PeakMemory", "exact_match", "kl_divergence", "median", "normalize_answer", "paired_bootstrap",
     "time_to_first_token", "token_f1",
@@ -33,26 +35,6 @@ class Interval(NamedTuple):
     mean: float
     low: float
     high: float
-
-
-def kl_divergence(full_logits: torch.Tensor, other_logits: torch.Tensor) -> torch.Tensor:
-    """KL(full || other) of next-token distributions, in float64.
-
-    A token that `full` rules out (logit -inf) adds nothing; NaN logits give NaN, never 0.
-
-    Args:
-        full_logits: [..., V] logits of full recompute, steps before the vocabulary.
-        other_logits: [..., V] logits of the method under test, for the same tokens.
-
-    Returns:
-        [...] nats per step.
-    """
-    if full_logits.shape != other_logits.shape:
-        raise ValueError(f"logits differ in shape: {tuple(full_logits.shape)} and {tuple(other_logits.shape)}")
-    full = torch.log_softmax(full_logits.double(), dim=-1)
-    other = torch.log_softmax(other_logits.double(), dim=-1)
-    probability = full.exp()
-    return torch.where(probability == 0, 0.0, probability * (full - other)).sum(dim=-1)
 
 
 def paired_bootstrap(values: Sequence[float], n: int = 10_000, seed: int = 0) -> Interval:

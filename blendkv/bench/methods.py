@@ -308,9 +308,14 @@ def forced_logits(model: PreTrainedModel, ids: Tensor, answer: Tensor, cache: Ca
 
 
 @torch.no_grad()
-def greedy_answer(model: PreTrainedModel, ids: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Full recompute's own answer: `[N]` tokens by argmax, past any end of text, and `[N, V]` their logits."""
-    cache, given = DynamicCache(), ids
+def greedy_answer(
+    model: PreTrainedModel, ids: Tensor, tokens: int, cache: Cache | None = None
+) -> tuple[Tensor, Tensor]:
+    """Full recompute's own answer: `[N]` tokens by argmax, past any end of text, and `[N, V]` their logits.
+
+    The cache, an empty one if none is given, holds the prompt and all tokens but the last afterwards.
+    """
+    cache, given = DynamicCache() if cache is None else cache, ids
     answer, logits = [], []
     for _ in range(tokens):
         logits.append(forward(model, given, cache, keep=1)[0])

@@ -1,4 +1,4 @@
-"""Figures: speed-up over context length, beside what the operations allow; KL over bits."""
+"""Figures: speed-up over context length, beside what the operations allow; KL over bits, budget and TTFT; insights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from blendkv.bench import codec_table
+from blendkv.bench import codec_table, quality_plot
 from blendkv.bench.measure import median
 from blendkv.bench.results import Row, by_setting, kind
 from blendkv.bench.table import method_name
@@ -32,7 +32,7 @@ def plot(rows: Iterable[Row], out: str | Path) -> None:
     """Draws one panel for each setting (card, model, ...).
 
     Rows of `bench ttft` are drawn if there are any, measured with dots and FLOP limits dashed; otherwise those of
-    `bench joint`.
+    `bench joint`, of `bench quality` and of `bench insights` (`quality_plot.panels`).
 
     Args:
         rows: of any number of files.
@@ -48,8 +48,14 @@ def plot(rows: Iterable[Row], out: str | Path) -> None:
         if kind(table[0]) == "ttft" and (lines := lines_of(table)):
             panels.append((table[0], lines))
     panels = panels or [(table[0], table) for table in tables if kind(table[0]) == "joint"]
+    panels = panels or [
+        (shown[0], (what, shown)) for what, shown in quality_plot.panels(row for t in tables for row in t)
+    ]
     if not panels:
-        raise ValueError("nothing to draw: no row is of a method other than full recompute, or of `bench joint`")
+        raise ValueError(
+            "nothing to draw: no row is of a method other than full recompute, or of `bench joint`, `bench quality` or "
+            "`bench insights`"
+        )
     figure = _figure(panels)
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     metadata = {"Date": None} if Path(out).suffix == ".svg" else None  # the same rows make the same file
@@ -58,9 +64,19 @@ def plot(rows: Iterable[Row], out: str | Path) -> None:
 
 def _figure(panels: list[tuple[Row, Any]]) -> Any:
     _matplotlib().rcParams.update({"svg.hashsalt": "blendkv", "svg.fonttype": "none", "font.size": 9})
-    figure = _matplotlib("figure").Figure(figsize=(6.4 * len(panels), 4.4), layout="constrained")
-    for axes, (row, drawn) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        _draw_speed(axes, row, drawn) if kind(row) == "ttft" else codec_table.draw(axes, drawn)
+    columns = len(panels) if kind(panels[0][0]) in ("ttft", "joint") else 2
+    rows = -(-len(panels) // columns)
+    figure = _matplotlib("figure").Figure(figsize=(6.4 * columns, 4.4 * rows), layout="constrained")
+    places = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes in places[len(panels) :]:
+        axes.remove()
+    for axes, (row, drawn) in zip(places, panels, strict=False):
+        if kind(row) == "ttft":
+            _draw_speed(axes, row, drawn)
+        elif kind(row) == "joint":
+            codec_table.draw(axes, drawn)
+        else:
+            quality_plot.draw(axes, *drawn)
     return figure
 
 

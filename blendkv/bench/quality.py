@@ -1,51 +1,50 @@
-"""`blendkv bench quality`: how far each method's next-token distributions are from full recompute's.
+"""`blendkv bench quality`: methods, selectors and ratios beside full recompute on the same prompts.
 
-Teacher-forced KL(full || method) in nats over the first 12 greedy tokens of full recompute, mean over steps, then over
-prompts. Every method answers the same prompts from the same chunks, so differences are paired.
+Every prompt is one `Examiner.measure`; figures go into a `Journal` as they are made, rows are `summary.rows_of` them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from blendkv.bench.measure import kl_divergence, paired_bootstrap
-from blendkv.bench.methods import Blend, Case, forced_logits, greedy_answer
-from blendkv.bench.tasks import Example
-from blendkv.layout import encode
-from blendkv.selectors import Selector, get_selector
+from blendkv.attaching import attach, attachment_of
+from blendkv.bench.forcing import STEPS, Agreement, Reference, agree, compare
+from blendkv.bench.items import ANSWER_TOKENS, Examiner
+from blendkv.bench.journal import Journal
+from blendkv.bench.laying import Cell, lay_out
+from blendkv.bench.results import model_device_name, versions
+from blendkv.bench.settings import REFERENCE, Setting, reference_of, settings_of
+from blendkv.bench.summary import rows_of, verdict_of
+from blendkv.bench.tasks import Example, Reading
+from blendkv.selectors import Selector
+from blendkv.texts import digest
 
-STEPS = 12
-"""Answer tokens that are compared."""
-CHAT = (
-    "<|im_start|>system\nAnswer the question using the passages below.<|im_end|>\n<|im_start|>user\n",
-    "Question: {question}\nAnswer within 5 words.<|im_end|>\n<|im_start|>assistant\n",
-)
-"""Text before the chunks (a piece of its own, exact) and after them (always computed), where the model knows ChatML."""
-PLAIN = ("Answer the question using the passages below.\n\n", "Question: {question}\nAnswer within 5 words.\nAnswer:")
-"""The same for other models."""
+__all__ = [
+    "STEPS", "Agreement", "Comparison", "Reference", "agree", "compare", "lay_out", "measure_quality", "quality_rows",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """How one method did on one prompt.
+class Comparison:
+    """What `measure_quality` found.
 
     Attributes:
-        kl: nats per step, mean over the steps.
-        first_kl: nats of the first step.
-        same: whether the greedy answer is full recompute's (at every step, up to its end of text, the argmax agrees).
-        charged_budget: of the blend.
+        rows: for every cell and setting, `summary.rows_of` with what they share.
+        verdicts: for every cell, `summary.verdict_of`.
+        computed: prompts x settings that were computed, not read from the journal.
+        left_out: prompts of each cell that have fewer passages than it keeps.
     """
 
-    kl: float
-    first_kl: float
-    same: bool
-    charged_budget: float = float("nan")
+    rows: list[dict[str, Any]]
+    verdicts: list[dict[str, Any]]
+    computed: int
+    left_out: list[int] = field(default_factory=list)
 
 
 def quality_rows(
@@ -53,118 +52,128 @@ def quality_rows(
     tokenizer: Any,
     examples: Sequence[Example],
     ratios: Sequence[float] = (0.0, 0.15),
-    selector: str | Selector = "hkvd",
+    selectors: str | Selector | Sequence[str | Selector] = "hkvd",
+    *,
+    methods: Sequence[str] = ("blend",),
+    answers: bool = False,
     progress: bool = False,
 ) -> list[dict[str, Any]]:
-    """One row a ratio: means over prompts with their 95% bootstrap intervals.
+    """One row for each setting: means over prompts with their 95% bootstrap intervals.
 
     Args:
         model: a transformers decoder.
         tokenizer: its tokenizer.
         examples: questions with their chunks.
-        ratios: each compared with full recompute, and with the first of them, prompt by prompt.
-        selector: which tokens are recomputed.
+        ratios: of blends; 0 is full reuse.
+        selectors: which tokens blends recompute.
+        methods: names of `mapping.QUALITY_METHODS`.
+        answers: whether answers are generated and scored.
         progress: whether to show a bar on stderr.
     """
-    methods = [Blend(ratio, get_selector(selector)) for ratio in ratios]
-    found: list[list[Agreement]] = [[] for _ in methods]
-    for example in tqdm(examples, desc="bench quality", unit="prompt", disable=not progress, leave=False):
-        for agreements, agreement in zip(found, agree(model, tokenizer, example, methods), strict=True):
-            agreements.append(agreement)
-    rows = []
-    for method, agreements in zip(methods, found, strict=True):
-        kl = [a.kl for a in agreements]
-        mean, low, high = paired_bootstrap(kl)
-        gain = paired_bootstrap([a.kl - b.kl for a, b in zip(agreements, found[0], strict=True)])
-        rows.append(
-            {
-                "method": "blend" if method.ratio else "reuse",
-                "selector": method.selector.name if method.ratio else None,
-                "ratio": method.ratio,
-                "prompts": len(examples),
-                "kl": mean,
-                "kl_low": low,
-                "kl_high": high,
-                "first_kl": _mean([a.first_kl for a in agreements]),
-                "same_answer": _mean([float(a.same) for a in agreements]),
-                "charged_budget": _mean([a.charged_budget for a in agreements]),
-                "kl_minus_first_row": gain.mean,
-                "kl_minus_first_row_low": gain.low,
-                "kl_minus_first_row_high": gain.high,
-                "all_kl": kl,
-            }
-        )
-    return rows
+    chosen = [selectors] if isinstance(selectors, str | Selector) else selectors
+    settings = settings_of(methods, chosen, ratios, answers)
+    reading = Reading(list(examples), list(range(len(examples))))
+    return measure_quality(model, tokenizer, reading, settings, answers=answers, progress=progress).rows
 
 
-@dataclass(frozen=True)
-class Reference:
-    """A prompt and what full recompute says to it.
+def measure_quality(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    reading: Reading,
+    settings: Sequence[Setting],
+    *,
+    cells: Sequence[Cell] = (Cell(),),
+    answers: bool = True,
+    max_new_tokens: int | None = None,
+    reference: tuple[str, float] = REFERENCE,
+    about: Mapping[str, Any] | None = None,
+    out: Path | None = None,
+    on_figures: Callable[[dict[tuple, list[dict[str, Any]]]], Any] = lambda figures: None,
+    progress: bool = False,
+) -> Comparison:
+    """Measures every setting in every cell on the same prompts.
 
-    Attributes:
-        case: the prompt.
-        answer: `[N]` its greedy answer.
-        logits: `[N, V]` of each step.
-        end: ids that finish an answer.
+    Args:
+        model: a transformers decoder.
+        tokenizer: its tokenizer.
+        reading: questions with their chunks.
+        settings: what is compared (`settings_of`).
+        cells: of a sweep; the prompts as they are by default.
+        answers: whether answers are generated and scored.
+        max_new_tokens: most tokens of an answer; None: by the task's style.
+        reference: selector and ratio that KL is given relative to.
+        about: added to every row: model, task, command, ...
+        out: journal of each prompt's figures; what is there is not computed again.
+        on_figures: called with the figures of each cell's prompts, by `Setting.key`.
+        progress: whether to show a bar on stderr.
+
+    Raises:
+        ValueError: if there are no prompts, or the journal was made with other settings.
     """
-
-    case: Case
-    answer: Tensor
-    logits: Tensor
-    end: frozenset[int]
-
-    @classmethod
-    def of(cls, model: PreTrainedModel, tokenizer: Any, example: Example) -> Reference:
-        """Lays out a prompt, computes its chunks, and answers it in full."""
-        case = lay_out(model, tokenizer, example)
-        return cls(case, *greedy_answer(model, case.ids, STEPS), ends(model, tokenizer))
-
-    def agreement(self, method: Blend, case: Case | None = None) -> Agreement:
-        """Compares a method with full recompute; `case` is the same prompt with other chunks."""
-        case = self.case if case is None else case
-        cache = method.cache_maker(case)()
-        logits = forced_logits(case.model, case.ids, self.answer, cache)
-        budget = method.charged_budget(case, getattr(cache, "report", None))
-        return compare(self.logits, logits, self.answer, self.end, budget)
-
-
-def agree(model: PreTrainedModel, tokenizer: Any, example: Example, methods: Sequence[Blend]) -> list[Agreement]:
-    """Compares methods with full recompute on one prompt."""
-    reference = Reference.of(model, tokenizer, example)
-    return [reference.agreement(method) for method in methods]
-
-
-def compare(
-    full: Tensor, other: Tensor, answer: Tensor, end: frozenset[int], charged_budget: float = float("nan")
-) -> Agreement:
-    """Compares `[N, V]` logits of the same forced answer `[N]`; tokens in `end` finish an answer."""
-    kl = kl_divergence(full, other.to(full.device))
-    said = answer.tolist()
-    stop = next((i + 1 for i, token in enumerate(said) if token in end), len(said))
-    same = other.argmax(-1)[:stop].tolist() == said[:stop]
-    return Agreement(float(kl.mean()), float(kl[0]), same, charged_budget)
+    if not reading.examples:
+        raise ValueError("there are no prompts to measure")
+    attach(model)
+    examiner = Examiner(model, tokenizer, answers, max_new_tokens)
+    shared = {"dtype": str(model.dtype).removeprefix("torch."), "device": model_device_name(model)}
+    header = shared | {
+        "bench": "quality",
+        "fingerprint": attachment_of(model).facts.fingerprint,
+        "steps": STEPS,
+        "answers": answers,
+        "max_new_tokens": max_new_tokens or ANSWER_TOKENS,
+        "versions": versions(),
+    }
+    journal = Journal(out, header)
+    rows, verdicts, left_out, before = [], [], [], len(journal)
+    total = len(cells) * len(reading.examples) * len(settings)
+    with tqdm(total=total, desc="bench quality", unit="answer", disable=not progress, leave=False) as bar:
+        for cell in cells:
+            figures = _cell(examiner, reading, settings, cell, journal, bar.update)
+            prompts = len(next(iter(figures.values())))
+            left_out.append(len(reading.examples) - prompts)
+            if not prompts:
+                raise ValueError(f"no prompt has {cell.chunks} passages: give smaller numbers of --chunks")
+            on_figures(figures)
+            place = {"chunks": cell.chunks, "chunk_tokens": cell.chunk_tokens, "batch": cell.batch}
+            score = "f1" if reading.examples[0].style == "qa" else "rouge_l"
+            verdict = place | verdict_of(figures, score)
+            verdicts.append(verdict)
+            extra = {"full_gets_nothing": verdict["full_gets_nothing"], "can_do": verdict["can_do"]}
+            told = {"bench": "quality", **shared, **(about or {}), **place, "steps": STEPS, **extra}
+            own = rows_of(figures, reference_of(settings, *reference))
+            rows += [told | row | {"versions": versions()} for row in own]
+    return Comparison(rows, verdicts, len(journal) - before, left_out)
 
 
-def lay_out(model: PreTrainedModel, tokenizer: Any, example: Example) -> Case:
-    """The prompt of the protocol: prefix and chunks, each tokenised and computed alone, then the question."""
-    before, after = CHAT if "<|im_start|>" in tokenizer.get_vocab() else PLAIN
-    pieces = [_template(tokenizer, before), *(encode(tokenizer, chunk) for chunk in example.chunks)]
-    question = _template(tokenizer, after.format(question=example.question))
-    return Case.of(model, [piece for piece in pieces if piece], question)
-
-
-def ends(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
-    """Ids that finish an answer."""
-    settings = getattr(model, "generation_config", None)
-    given = getattr(settings, "eos_token_id", None)
-    listed = given if isinstance(given, list) else [given]
-    return frozenset(token for token in (*listed, tokenizer.eos_token_id) if token is not None)
-
-
-def _template(tokenizer: Any, text: str) -> list[int]:
-    """Ids of a text whose special tokens are meant."""
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def _cell(
+    examiner: Examiner,
+    reading: Reading,
+    settings: Sequence[Setting],
+    cell: Cell,
+    journal: Journal,
+    done: Callable[[int], Any],
+) -> dict[tuple, list[dict[str, Any]]]:
+    """Figures by setting of the prompts that have enough passages, each from the journal or computed now."""
+    found: dict[tuple, list[dict[str, Any]]] = {setting.key: [] for setting in settings}
+    for number, example in zip(reading.numbers, reading.examples, strict=True):
+        if cell.chunks is not None and len(example.chunks) < cell.chunks:
+            done(len(settings))
+            continue
+        place = {
+            "item": number,
+            "digest": digest("\x1f".join([example.style, example.question, *example.chunks, *example.answers])),
+            "chunks": cell.chunks,
+            "chunk_tokens": cell.chunk_tokens,
+            "batch": cell.batch,
+        }
+        keys = {s.key: place | {"method": s.method, "selector": s.selector, "ratio": s.ratio} for s in settings}
+        missing = [setting for setting in settings if journal.get(keys[setting.key]) is None]
+        done(len(settings) - len(missing))
+        for setting, figures in examiner.measure(example, cell, missing) if missing else ():
+            journal.add(keys[setting.key], figures)
+            done(1)
+        for setting in settings:
+            own = journal.get(keys[setting.key])
+            assert own is not None
+            found[setting.key].append(own)
+    return found

@@ -34,6 +34,8 @@ SETTINGS = {
     "stores": ("device",),
     "pool": ("device",),
     "eviction": ("documents", "requests", "seeds"),
+    "quality": ("model", "dtype", "device", "task", "data", "records", "prompts", "chunks", "chunk_tokens", "batch"),
+    "insights": ("model", "dtype", "device", "task", "data", "prompts"),
 }
 """For each command the fields that rows of one table share."""
 IDENTITIES = {
@@ -43,6 +45,8 @@ IDENTITIES = {
     "stores": (*SETTINGS["stores"], "store", "size"),
     "pool": (*SETTINGS["pool"], "entries", "eviction"),
     "eviction": (*SETTINGS["eviction"], "zipf", "drift", "capacity", "policy"),
+    "quality": (*SETTINGS["quality"], "method", "selector", "ratio"),
+    "insights": (*SETTINGS["insights"], "figure", "layer", "ratio"),
 }
 """For each command the fields that tell its rows apart."""
 _NEEDED = {
@@ -52,8 +56,10 @@ _NEEDED = {
     "stores": (*IDENTITIES["stores"], "get_mb_s", "put_mb_s"),
     "pool": (*IDENTITIES["pool"], "get_us"),
     "eviction": (*IDENTITIES["eviction"], "hit_rate", "byte_hit_rate"),
+    "quality": ("device", "model", "task", "method", "selector", "ratio", "charged_budget", "kl", "ci"),
+    "insights": ("device", "model", "figure", "layer", "value"),
 }
-_ORDER = {name: i for i, name in enumerate(("full", "prefix", "reuse", "blend"))}
+_ORDER = {name: i for i, name in enumerate(("full", "nocontext", "prefix", "reuse", "blend", "mapreduce", "maprerank"))}
 
 
 def kind(row: Row) -> str:

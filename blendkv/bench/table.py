@@ -21,6 +21,10 @@ def markdown(rows: Iterable[Row]) -> str:
     """One table for each setting (card, model, ...); figures of several runs stand beside each other."""
     tables = []
     for setting in by_setting(rows):
+        if kind(setting[0]) in ("quality", "insights"):
+            raise ValueError(
+                "rows of `bench quality` are a page of their own: blendkv bench leaderboard; plot insights"
+            )
         if kind(setting[0]) != "ttft":
             others = store_table if kind(setting[0]) in store_table.KINDS else codec_table
             tables.append(others.markdown(setting))

@@ -1,134 +1,178 @@
-"""Readers of evaluation data: a file in, `Example`s out.
+"""Tasks by name: a file, a Hugging Face dataset or nothing (the built-in one) in, `Example`s out.
 
-A task is one function from a `Record` to an `Example`, named in `READERS`; `read_examples` does the rest
-(JSON or JSON Lines, the number of records, errors that say where).
+A task is one function from a `Record` to an `Example`, named in `READERS`; `read_task` does the rest (where records
+come from, which of them are wanted, errors that say where, or bad records skipped and counted).
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from blendkv.bench import readers
+from blendkv.bench.readers import MUSIQUE_PASSAGES, MUSIQUE_TOKENS, hotpot, musique
+from blendkv.bench.records import BadLine, Example, Record, cut, hub_records, read_records
+from blendkv.bench.synthetic import synthetic
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MUSIQUE_PASSAGES = 6
-MUSIQUE_TOKENS = 500
-
-
-@dataclass(frozen=True)
-class Example:
-    """A question, the texts to answer it from (each ends as it stands in the prompt), and accepted answers."""
-
-    question: str
-    chunks: list[str]
-    answers: list[str]
-
-
-@dataclass(frozen=True)
-class Record:
-    """One JSON value of a data file, and where it stands, so that errors can say so."""
-
-    value: Any
-    place: str
-
-    def get(self, field: str | int, kind: type | None = None) -> Record:
-        """Return the value of a field (or of a list's item), checked to be of type `kind`."""
-        place = f"{self.place}[{field}]" if isinstance(field, int) else f"{self.place}, field '{field}'"
-        try:
-            value = self.value[field]
-        except (KeyError, IndexError, TypeError):
-            raise ValueError(f"{place}: missing") from None
-        if kind is not None and not isinstance(value, kind):
-            raise ValueError(f"{place}: expected {kind.__name__}, found {type(value).__name__}")
-        return Record(value, place)
-
-    def text(self, field: str | int) -> str:
-        """Return a field that is a string."""
-        return str(self.get(field, str).value)
-
-    def items(self, field: str | int) -> list[Record]:
-        """Return the items of a field that is a list."""
-        items = self.get(field, list)
-        return [Record(value, f"{items.place}[{index}]") for index, value in enumerate(items.value)]
-
-    def texts(self, field: str | int) -> list[str]:
-        """Return a field that is a list of strings."""
-        whole = self.get(field, list)
-        return [whole.text(index) for index in range(len(whole.value))]
-
-
-def hotpot(record: Record, tokenizer: PreTrainedTokenizerBase | None = None) -> Example:
-    """HotpotQA, distractor setting: every passage is a chunk, `title: ` + sentences + blank line.
-
-    Sentences are joined as they are: in this data each one after the first brings its own leading space.
-    """
-    chunks = [f"{passage.text(0)}: {''.join(passage.texts(1))}\n\n" for passage in record.items("context")]
-    return Example(record.text("question"), chunks, [record.text("answer")])
-
-
-def musique(record: Record, tokenizer: PreTrainedTokenizerBase | None = None) -> Example:
-    """MuSiQue as CacheBlend sampled it: the first 6 passages, each cut at 500 tokens, + blank line."""
-    if tokenizer is None:
-        raise ValueError("musique cuts passages by tokens: give a tokenizer")
-    passages = [passage.text("text") for passage in record.items("ctxs")[:MUSIQUE_PASSAGES]]
-    chunks = [cut(passage, MUSIQUE_TOKENS, tokenizer) + "\n\n" for passage in passages]
-    return Example(record.text("question"), chunks, record.texts("answers"))
-
+__all__ = [
+    "MUSIQUE_PASSAGES", "MUSIQUE_TOKENS", "READERS", "SYNTHETIC", "TASKS", "UNCUT", "Example", "Reading", "Record",
+    "cut", "hotpot", "musique", "read_examples", "read_task", "wanted_records",
+]  # fmt: skip
 
 Reader = Callable[[Record, "PreTrainedTokenizerBase | None"], Example]
-READERS: dict[str, Reader] = {"hotpot": hotpot, "musique": musique}
+READERS: dict[str, Reader] = {
+    "hotpot": hotpot,
+    "musique": musique,
+    "musique-original": readers.musique_original,
+    "2wikimqa": readers.two_wiki,
+    "longbench": readers.longbench,
+    "multinews": readers.multi_news,
+    "plain": readers.plain,
+}
+SAMSUM, SYNTHETIC = "samsum", "synthetic"
+TASKS = (*READERS, SAMSUM, SYNTHETIC)
+_SLICE = re.compile(r"(\d*):(\d*)(?::(\d+))?")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What was read of a task.
+
+    Attributes:
+        examples: in the order of the file.
+        numbers: which record each was, counted from 0.
+        skipped: why others were left out, one line each.
+    """
+
+    examples: list[Example]
+    numbers: list[int]
+    skipped: list[str] = field(default_factory=list)
+
+
+class Uncut:
+    """A tokenizer that takes every text for short: to check records before the model's own tokenizer is loaded."""
+
+    is_fast = False
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        """No ids."""
+        return {"input_ids": []}
+
+
+UNCUT: Any = Uncut()
+
+
+def read_task(
+    task: str,
+    data: str | Path | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    limit: int | None = None,
+    *,
+    records: str = "all",
+    skip_bad: bool = False,
+) -> Reading:
+    """Reads the examples of a task.
+
+    Args:
+        task: a name in `TASKS`.
+        data: a JSON list, JSON Lines where the name ends in `.jsonl`, or a Hugging Face dataset (`hub_records`);
+            not for the built-in task.
+        tokenizer: for tasks that cut text by tokens.
+        limit: number of examples, from the first that are wanted; all by default.
+        records: which ones: "all", "odd" or "even" (counted from 0), or a slice such as "20:40".
+        skip_bad: leave malformed records out and tell of them, instead of raising.
+
+    Raises:
+        ValueError: the task is unknown, or a record malformed; names the record, the field and the line.
+        OSError: the file cannot be read.
+    """
+    known = sorted({*READERS, SAMSUM, SYNTHETIC})
+    if task not in known:
+        raise ValueError(f"unknown task '{task}': one of {', '.join(known)}")
+    if task == SYNTHETIC:
+        if data is not None:
+            raise ValueError("the task 'synthetic' is made by code: give no data, or the task of your data")
+        count = max(limit or 0, 1) * 2 + (int(records.split(":")[0] or 0) if ":" in records else 0)
+        numbers = list(islice(wanted_records(records, count), limit))
+        made = synthetic(count)
+        return Reading([made[i] for i in numbers], numbers)
+    if data is None:
+        raise ValueError(f"the task '{task}' is read from a file or a Hugging Face dataset: say which (--data)")
+    path = Path(data)
+    found = read_records(path) if path.exists() or not _is_hub_id(str(data)) else hub_records(str(data))
+    reading = Reading([], [])
+    for number, read in _jobs(task, found, tokenizer, records):
+        if limit is not None and len(reading.examples) == limit:
+            break
+        try:
+            example = read()
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            if not skip_bad:
+                raise ValueError(_located(found[number], error)) from error
+            reading.skipped.append(_located(found[number], error))
+            continue
+        reading.examples.append(example)
+        reading.numbers.append(number)
+    return reading
 
 
 def read_examples(
     task: str, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None, limit: int | None = None
 ) -> list[Example]:
-    """Read the examples of a task.
-
-    Args:
-        task: A name in `READERS`.
-        path: A JSON list, or JSON Lines where the name ends in `.jsonl`.
-        tokenizer: For tasks that cut text by tokens.
-        limit: Number of records to read, from the first; all by default.
+    """Reads the examples of a task from its first records.
 
     Raises:
-        ValueError: The task is unknown, or the file malformed; names the record and the field.
+        ValueError: as `read_task`.
     """
-    if task not in READERS:
-        raise ValueError(f"unknown task '{task}': one of {', '.join(sorted(READERS))}")
-    return [READERS[task](record, tokenizer) for record in islice(_records(Path(path)), limit)]
+    return read_task(task, path, tokenizer, limit).examples
 
 
-def cut(text: str, tokens: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Cut `text` after `tokens` tokens; byte-exact where the tokenizer knows offsets."""
-    fast = bool(tokenizer.is_fast)
-    encoded = tokenizer(text, add_special_tokens=False, truncation=True, max_length=tokens, return_offsets_mapping=fast)
-    ids = encoded["input_ids"]
-    if len(ids) < tokens:
-        return text
-    if fast:
-        return text[: encoded["offset_mapping"][-1][1]]
-    return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+def wanted_records(records: str, count: int) -> Iterator[int]:
+    """Indices of the records that "all", "odd", "even" or a slice such as "20:40" or "1::2" mean.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    chosen = {"all": "0:", "odd": "1::2", "even": "0::2"}.get(records, records)
+    match = _SLICE.fullmatch(chosen)
+    if match is None or match[3] == "0":
+        raise ValueError(f"records {records!r}: give all, odd, even, or a slice such as 20:40")
+    start, stop, step = (int(part) if part else None for part in match.groups())
+    return iter(range(count)[start:stop:step])
 
 
-def _records(path: Path) -> list[Record]:
-    """All records of a file, with their places."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".jsonl":
-        lines = [(f"{path.name}, line {number}", line) for number, line in enumerate(text.splitlines(), 1)]
-        return [Record(_parse(line, place), place) for place, line in lines if line.strip()]
-    values = _parse(text, path.name)
-    if not isinstance(values, list):
-        raise ValueError(f"{path.name}: expected a list of records, found {type(values).__name__}")
-    return [Record(value, f"{path.name}, record {index}") for index, value in enumerate(values)]
+def _jobs(
+    task: str, found: Sequence[Record], tokenizer: Any, records: str
+) -> Iterator[tuple[int, Callable[[], Example]]]:
+    """Which records are wanted, and what reads each."""
+    queries = readers.samsum_queries(found) if task == SAMSUM else range(len(found))
+    for at in wanted_records(records, len(queries)):
+        number = queries[at]
+        yield number, lambda number=number: _read(task, found, number, tokenizer)
 
 
-def _parse(text: str, place: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place}: not JSON ({error})") from error
+def _read(task: str, found: Sequence[Record], number: int, tokenizer: Any) -> Example:
+    record = found[number]
+    if isinstance(record.value, BadLine):
+        raise ValueError(f"{record.place}: {record.value}")
+    example = readers.samsum(found, number, tokenizer) if task == SAMSUM else READERS[task](record, tokenizer)
+    if not example.chunks or not all(example.chunks):
+        raise ValueError(f"{record.place}: {'an empty chunk' if example.chunks else 'no chunks'}")
+    return example
+
+
+def _located(record: Record, error: Exception) -> str:
+    """The error with the record's line, where the file is a list over many lines."""
+    told = str(error) if isinstance(error, ValueError) else f"{record.place}: {type(error).__name__}: {error}"
+    return told if record.line is None or ", line " in told else f"{told} (line {record.line})"
+
+
+def _is_hub_id(name: str) -> bool:
+    return re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]*){0,2}", name) is not None and not name.endswith((".json", ".jsonl"))

@@ -63,7 +63,7 @@ def test_differences_are_paired_with_16_bits(rows):
 
 def test_raw_is_bench_quality_but_for_the_rounding(attached, rows):
     told = quality_rows(attached("llama"), byte_tokenizer(), EXAMPLES, (0.0, 0.3))
-    for row, quality in zip(rows[:2], told, strict=True):
+    for row, quality in zip(rows[:2], told[1:], strict=True):
         assert row["kl"] == pytest.approx(quality["kl"], rel=0.05)
 
 

@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 
+from blendkv.bench.forcing import STEPS, agree, compare
+from blendkv.bench.laying import Cell, cut_pieces, kept, lay_out
 from blendkv.bench.methods import Blend, forced_logits, greedy_answer
-from blendkv.bench.quality import STEPS, agree, compare, lay_out, quality_rows
+from blendkv.bench.quality import quality_rows
 from blendkv.bench.tasks import Example
 from blendkv.testing import byte_tokenizer
 
@@ -44,16 +46,49 @@ def test_ratio_1_agrees_with_full_recompute_and_reuse_does_not(attached):
     assert reuse.charged_budget == 0
 
 
-def test_rows_are_means_over_prompts_paired_with_the_first(attached):
+def test_rows_are_means_over_prompts_paired_with_the_reference(attached):
+    model, tokenizer = attached("llama"), byte_tokenizer()
     other = Example("What?", list(reversed(EXAMPLE.chunks)), ["notes"])
-    rows = quality_rows(attached("llama"), byte_tokenizer(), [EXAMPLE, other], (0.0, 0.3, 1.0))
-    assert [row["ratio"] for row in rows] == [0.0, 0.3, 1.0]
-    assert [row["method"] for row in rows] == ["reuse", "blend", "blend"]
-    for row in rows:
-        assert row["kl"] == pytest.approx(sum(row["all_kl"]) / 2)
-        assert row["kl_low"] <= row["kl"] <= row["kl_high"]
-        assert row["kl_minus_first_row"] == pytest.approx(row["kl"] - rows[0]["kl"])
-    assert rows[-1]["same_answer"] == 1
+    rows = quality_rows(model, tokenizer, [EXAMPLE, other], (0.0, 0.15, 1.0))
+    assert [(row["method"], row["ratio"]) for row in rows] == [
+        ("full", None), ("reuse", 0.0), ("blend", 0.15), ("blend", 1.0),
+    ]  # fmt: skip
+    slow = [agree(model, tokenizer, e, [Blend(0.0), Blend(0.15), Blend(1.0)]) for e in (EXAMPLE, other)]
+    for i, row in enumerate(rows[1:]):
+        mean = sum(found[i].kl for found in slow) / 2
+        assert row["kl"] == pytest.approx(mean, abs=1e-7)
+        assert row["kl_first"] == pytest.approx(sum(found[i].first_kl for found in slow) / 2, abs=1e-7)
+        assert row["same"] == sum(found[i].same for found in slow) / 2
+        assert row["charged_budget"] == pytest.approx(sum(found[i].charged_budget for found in slow) / 2)
+        assert row["relative"] == pytest.approx(mean / (sum(found[1].kl for found in slow) / 2), abs=1e-6)
+        low, high = row["ci"]["kl"]
+        assert low <= row["kl"] <= high
+        assert row["relative_to"] == ["hkvd", 0.15]
+        assert row["f1"] is None
+        assert row["ci"]["f1"] is None
+        assert row["ttft_s"] > 0
+    assert rows[2]["ci"]["relative"] == pytest.approx([1, 1])
+    assert rows[-1]["same"] == 1
+
+
+def test_a_model_with_a_bos_and_no_template_gets_it_once(attached):
+    tokenizer = byte_tokenizer(bos=True)
+    ids = lay_out(attached("llama"), tokenizer, EXAMPLE).ids[0].tolist()
+    assert ids[0] == tokenizer.bos_token_id
+    assert ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_cells_keep_what_the_answer_needs_and_cut_ids_anew():
+    tokenizer = byte_tokenizer()
+    example = Example("Q", ["one.", "two.", "three.", "four."], ["A"], support=(3, 1))
+    assert list(kept(example, 3)) == [0, 1, 3]
+    assert list(kept(example, 2)) == [1, 3]
+    assert list(kept(example, None)) == list(kept(example, 9)) == [0, 1, 2, 3]
+    whole = [token for piece in cut_pieces(tokenizer, example, Cell()) for token in piece]
+    cut = cut_pieces(tokenizer, example, Cell(chunk_tokens=5))
+    assert [len(piece) for piece in cut[:-1]] == [5] * (len(cut) - 1)
+    assert 0 < len(cut[-1]) <= 5
+    assert [token for piece in cut for token in piece] == whole  # never re-tokenised
 
 
 def test_two_steps_by_hand():

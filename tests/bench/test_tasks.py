@@ -112,7 +112,7 @@ def test_malformed_files_are_named(tmp_path: Path, text: str, message: str) -> N
 
 
 def test_unknown_task(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="unknown task 'nope': one of hotpot, musique"):
+    with pytest.raises(ValueError, match="unknown task 'nope': one of 2wikimqa, hotpot, longbench"):
         read_examples("nope", tmp_path)
 
 

@@ -1,0 +1,104 @@
+"""The leaderboard page equals what its command renders, and figures are drawn of any rows."""
+
+from pathlib import Path
+
+import pytest
+
+from blendkv.bench.leaderboard import BEGIN, EMPTY, END, board, page_with_board
+from blendkv.bench.quality_plot import lines_over, panels
+from blendkv.bench.results import read_rows, write_rows
+
+ROOT = Path(__file__).parents[2]
+
+
+def row(method="blend", selector="hkvd", ratio=0.15, kl=0.08, budget=0.18, **others):
+    setting = {"bench": "quality", "device": "card", "model": "m", "dtype": "float32", "task": "hotpot"}
+    setting |= {"data": "h.json", "records": "even", "prompts": 50, "chunks": None, "chunk_tokens": None, "batch": 1}
+    ci = {"kl": None if kl is None else [kl / 2, kl * 2], "ttft_s": [0.1, 0.3]}
+    figures = {"charged_budget": budget, "kl": kl, "relative": kl and kl / 0.08, "same": 0.5, "f1": 0.2, "rouge_l": 0.3}
+    own = {"method": method, "selector": selector, "ratio": ratio, "ttft_s": 0.2, "ci": ci, "can_do": True}
+    told = {
+        "relative_to": ["hkvd", 0.15],
+        "full_gets_nothing": 0.25,
+        "commit": "abc",
+        "command": "blendkv bench quality",
+    }
+    return setting | figures | own | told | others
+
+
+ROWS = [
+    row(),
+    row("full", None, None, 0.0, 1.0),
+    row("reuse", None, 0.0, 0.28, 0.0),
+    row(selector="random", kl=0.2, budget=0.12),
+    row(selector="boundary", kl=0.25, budget=0.12),
+    row("mapreduce", None, None, None, 1.0),
+]
+
+
+def test_the_page_is_what_the_command_renders():
+    page = (ROOT / "docs" / "leaderboard.md").read_text(encoding="utf-8")
+    files = sorted((ROOT / "docs" / "results").glob("quality*.json"))
+    assert page == page_with_board(page, [r for file in files for r in read_rows(file)])
+
+
+def test_a_board_has_controls_and_losers(tmp_path):
+    write_rows(tmp_path / "q.json", ROWS)
+    told = board(read_rows(tmp_path / "q.json"))
+    lines = [line.split(" | ")[0].removeprefix("| ") for line in told.splitlines() if line.startswith("| ")][1:]
+    assert lines == [
+        "full recompute", "blend, hkvd, 15%", "blend, random, 15% (control)",
+        "blend, boundary, 15% (no better than random)", "full reuse", "MapReduce",
+    ]  # fmt: skip
+    assert "| 0.0800 (0.0400 to 0.1600) |" in told
+    assert "### m, hotpot (h.json)" in told
+    assert "50 prompts (records: even), float32, card" in told
+    assert "full recompute gets nothing on 25%" in told
+    assert "`blendkv bench quality` at commit abc." in told
+    assert "cannot do this task" not in told
+
+
+def test_a_task_that_cannot_be_done_is_said_on_the_board():
+    assert "this model cannot do this task" in board([row(can_do=False)])
+
+
+def test_no_rows_are_a_page_too():
+    page = f"# Head\n\n{BEGIN}\nold\n{END}\ntail\n"
+    assert page_with_board(page, []) == f"# Head\n\n{BEGIN}\n\n{EMPTY}\n{END}\ntail\n"
+    with pytest.raises(ValueError, match="no place for the board"):
+        page_with_board("# Head\n", [])
+
+
+def test_points_of_figures():
+    lines = lines_over([*ROWS, row(ratio=0.3, kl=0.05, budget=0.3)], "charged_budget")
+    assert lines["hkvd"] == [(0.18, 0.08, 0.04, 0.16), (0.3, 0.05, 0.025, 0.1)]
+    assert set(lines) == {"hkvd", "full reuse", "random", "boundary"}
+    assert [what for what, _ in panels(ROWS)] == ["charged_budget", "ttft_s"]
+
+
+def test_a_sweep_has_a_panel_of_its_own():
+    swept = [row(chunks=n, kl=0.01 * n, prompts=40 + n) for n in (3, 6)]
+    found = panels(swept)
+    assert [what for what, _ in found] == ["chunks"]
+    assert {r["chunks"] for r in found[0][1]} == {3, 6}
+    assert [what for what, _ in panels([swept[0]])] == ["charged_budget", "ttft_s"]
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png"])
+def test_figures_are_drawn(tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    from blendkv.bench.plot import plot
+
+    common = {"bench": "insights", "device": "card", "model": "m", "dtype": "float32", "task": "t", "prompts": 3}
+    common |= {"data": None, "selector": "hkvd"}
+    insights = [
+        common | {"figure": "attention deviation", "layer": None, "ratio": r, "value": 1 - r} for r in (0.0, 1.0)
+    ]
+    insights += [common | {"figure": "rank correlation", "layer": i, "ratio": None, "value": 0.9} for i in (1, 2)]
+    swept = [row(batch=b, ttft_s=0.1 * b) for b in (1, 4)]
+    plot([*ROWS, *swept, *insights], tmp_path / f"f{suffix}")
+    assert (tmp_path / f"f{suffix}").stat().st_size > 2000
+    if suffix == ".svg":
+        text = (tmp_path / "f.svg").read_text()
+        for words in ("charged budget", "prompts at once", "rank correlation", "attention deviation"):
+            assert words in text
