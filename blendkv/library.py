@@ -242,7 +242,15 @@ class ChunkLibrary:
                 f"{report.put_failures} chunks could not be stored: give the store more room than the chunks of a "
                 "prompt take (capacity_bytes), see its stats, or use strict=False"
             )
-        return [have[key] for key in keys]
+        return [
+            have[key] if _same(pieces[key], each) else self._lone(key, each, compute)
+            for key, each in zip(keys, wanted, strict=True)
+        ]
+
+    def _lone(self, key: str, wanted: Wanted, compute: bool) -> Chunk:
+        """A piece whose key another piece of the prompt has, as only a broken hash makes them."""
+        piece, conditioning = wanted
+        return self._compute({key: piece}, conditioning)[0] if compute else MissingChunk(torch.tensor(piece.ids))
 
     def _budget(self, facts: ModelFacts, tokens: int) -> Budget:
         """How long this prompt may wait for stores."""
@@ -340,3 +348,8 @@ class ChunkLibrary:
             )
             for chunk, (key, piece) in zip(made, pieces.items(), strict=True)
         ]
+
+
+def _same(a: Wanted, b: Wanted) -> bool:
+    """Whether two pieces are one chunk."""
+    return a[0].ids == b[0].ids and a[1] == b[1]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
 
-from blendkv.chunk import ChunkCache
+from blendkv.chunk import ChunkCache, chunk_key
 from blendkv.chunkfile import decode_chunk, encode_chunk
 from blendkv.codecs import Codec, LayerShape, get_codec
 from blendkv.stores import Pool, StoreStats, TieredStore
@@ -52,8 +52,6 @@ def made(name: str, chunk: ChunkCache, codec: Codec | None = None, secret: bytes
 
 def keyed(chunk: ChunkCache, secret: bytes | None) -> str:
     """The key of a chunk for who has the secret."""
-    from blendkv.chunk import chunk_key
-
     return chunk_key(chunk.ids, chunk.fingerprint, chunk.conditioning, chunk.tokenizer, chunk.namespace, secret)
 
 
@@ -143,6 +141,3 @@ def same(a: ChunkCache | None, b: ChunkCache) -> bool:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu().contiguous().view(torch.uint8)
-
-
-Ask = Callable[[], ChunkCache | None]
