@@ -10,6 +10,7 @@ from tests.faults import (  # noqa: F401  (each registers its rows)
     remote,
     sharing,
     swaps,
+    tenants,
     valkey,
 )
 from tests.faults.rows import ROWS, Result

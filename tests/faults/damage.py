@@ -1,4 +1,4 @@
-"""F05 and F06: entries that are cut off, grown, or of which bits are flipped, in every codec, with and without a secret."""
+"""F05 and F06: entries cut off, grown, or with bits flipped, in every codec, with and without a secret."""
 
 from __future__ import annotations
 
@@ -126,7 +126,9 @@ def f06(full: bool) -> Result:
         return merged(done)
     jobs = [("small", number, 1, part, 4, 0) for number in kinds for part in range(4)]
     parts = 10
-    jobs += [("real", number, 0, part, parts, FLIPS // len(kinds) // parts) for number in kinds for part in range(parts)]
+    jobs += [
+        ("real", number, 0, part, parts, FLIPS // len(kinds) // parts) for number in kinds for part in range(parts)
+    ]
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
         return merged(list(pool.map(flips, *zip(*jobs, strict=True))))
 

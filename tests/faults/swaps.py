@@ -182,7 +182,7 @@ PAIR = (
 )
 """Two messages that xxh3 takes for one with that seed (Cyan4973/xxHash#1127)."""
 XXHASH = {"container/seals.py", "texts.py", "models.py"}
-"""Files that use it: seals of segments, names of texts that a profile was made of, the name of a converted GGUF file."""
+"""Files that use it: seals of segments, names of texts behind a profile, the name of a converted GGUF file."""
 
 
 @contextmanager
@@ -255,7 +255,9 @@ def vector(result: Result) -> None:
         result.tried += 1
         result.expect(Checksum().segment(number, a) != Checksum().segment(number, b), f"segment {number}")
     texts = [each.decode("latin-1") for each in PAIR]
-    result.expect(digest(texts[0]) != digest(texts[1]) and xxhash.xxh3_64_digest(a) != xxhash.xxh3_64_digest(b), "names")
+    result.expect(
+        digest(texts[0]) != digest(texts[1]) and xxhash.xxh3_64_digest(a) != xxhash.xxh3_64_digest(b), "names"
+    )
     folder = Path(blendkv.__file__).parent
     using = {
         str(path.relative_to(folder))
