@@ -37,8 +37,8 @@ class TieredStats(CodingStats):
         hits: chunks by where they came from, "memory" or the URL of a store.
         misses: chunks that no tier had, or none that could be used.
         damaged: entries by URL that were not what they should be, and were taken out of the way.
-        reasons: what was wrong with those (`ChunkFileError.reason`): "checksum", "truncated", ... are accidents; "key" is
-            an entry of something else, "authentication" one that the secret did not seal.
+        reasons: what was wrong with those (`ChunkFileError.reason`): "checksum", "truncated", ... are accidents; "key"
+            is an entry of something else, "authentication" one that the secret did not seal.
         unreadable: entries that need what is not here, by reason ("profile", "codec", "version").
         promoted: entries that were put into nearer stores, because a farther one had them.
         demoted: entries that were put into the next tier, because they were evicted.
@@ -133,7 +133,9 @@ class TieredStore:
             where = ", ".join(f"{count} in {url}" for url, count in self.stats.damaged.items())
             said.append(f"entries of stores that were damaged or not what their key says, and were removed: {where}")
         if forged := self.stats.reasons["authentication"]:
-            said.append(f"{forged} of them the secret did not seal: somebody else writes there, or the secret is another")
+            said.append(
+                f"{forged} of them the secret did not seal: somebody else writes there, or the secret is another"
+            )
         return said
 
     def fetch(
@@ -265,7 +267,7 @@ class TieredStore:
             try:
                 files[key] = self._checked(key, content, homes[0])
             except ChunkFileError as error:
-                wrong[key] = error
+                wrong[key] = error.bare()
         chunks: dict[str, ChunkCache] = {}
         for key, chunk in zip(files, decode_at(list(files.values()), homes) if files else (), strict=True):
             if isinstance(chunk, ChunkFileError):

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from tests.faults import (  # noqa: F401  (each registers its rows)
+    bombs,
     damage,
     disk_calls,
     disk_full,
