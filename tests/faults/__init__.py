@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from tests.faults import (  # noqa: F401  (each registers its rows)
     bombs,
+    canaries,
     damage,
     disk_calls,
     disk_full,
