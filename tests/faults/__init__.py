@@ -9,11 +9,13 @@ from tests.faults import (  # noqa: F401  (each registers its rows)
     disk_calls,
     disk_full,
     kills,
+    privacy,
     remote,
     sharing,
     swaps,
     tenants,
     valkey,
+    versions,
 )
 from tests.faults.rows import ROWS, Result
 
