@@ -62,7 +62,9 @@ def config(name: str, value: Any) -> Callable[[Any], Any]:
 
 
 class Adapter(nn.Module):
-    """A layer with low-rank weights beside it."""
+    """A layer with low-rank weights beside it, and what PEFT's have."""
+
+    active_adapters, merged_adapters, disable_adapters = ("default",), (), False
 
     def __init__(self, base: nn.Linear, scale: float, seed: int) -> None:
         super().__init__()
