@@ -161,7 +161,7 @@ class MissingChunk:
         reason: why ("absent", "fingerprint", "tokenizer", "dtype", ...).
     """
 
-    ids: Tensor
+    ids: Tensor = field(repr=False)
     reason: str = "absent"
 
     def __len__(self) -> int:

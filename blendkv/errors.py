@@ -1,5 +1,7 @@
 """Errors of blendkv. Each message says what to do next."""
 
+from __future__ import annotations
+
 
 class BlendError(Exception):
     """Base class of every error that blendkv raises on purpose."""
@@ -32,6 +34,10 @@ class ChunkFileError(BlendError, ValueError):
     def __init__(self, message: str, *, reason: str = "header") -> None:
         super().__init__(message)
         self.reason = reason
+
+    def bare(self) -> ChunkFileError:
+        """The same without its traceback: one that is kept would keep the bytes of the file, in a cycle."""
+        return ChunkFileError(str(self), reason=self.reason)
 
 
 class StoreError(BlendError, OSError):

@@ -73,7 +73,7 @@ def decode_each(
             try:
                 decoded[i] = file.read().to(device)
             except ChunkFileError as error:
-                decoded[i] = error
+                decoded[i] = error.bare()
     for (*settings, dtype), numbers in batches.items():
         plan = _plan(*settings, device)
         while numbers:

@@ -122,7 +122,7 @@ def parse_prelude(data: memoryview, size: int) -> Prelude:
     return Prelude(flags, end, total, check)
 
 
-def parse_head(data: memoryview, prelude: Prelude) -> Head:
+def parse_head(data: bytes | memoryview, prelude: Prelude) -> Head:
     """The head of a file; its tag, if it has one, is not looked at.
 
     Args:
@@ -132,7 +132,8 @@ def parse_head(data: memoryview, prelude: Prelude) -> Head:
     Raises:
         ChunkFileError: with reason "checksum", "header" or "limit".
     """
-    if head_check(bytes(data[: f.CHECKED]) + data[f.PRELUDE.size :]) != prelude.check:
+    data = bytes(data)  # no views: iterators over them would be kept by a traceback, which CPython cannot collect
+    if head_check(data[: f.CHECKED] + data[f.PRELUDE.size :]) != prelude.check:
         raise ChunkFileError("the head of the chunk file is damaged; delete the entry", reason="checksum")
     authenticated = bool(prelude.flags & f.AUTHENTICATED)
     end = prelude.head_end - (f.HEAD_TAG_BYTES if authenticated else 0)
@@ -159,18 +160,20 @@ def parse_head(data: memoryview, prelude: Prelude) -> Head:
         arrangement=_arrangement(fields),
         layers=tuple(LayerShape(*shape) for shape in f.LAYER.iter_unpack(layers)),
         fingerprint=_text(fingerprint),
-        ids=bytes(ids),
+        ids=ids,
         profile_hash=fields.profile.hex() if any(fields.profile) else "",
-        conditioning=bytes(conditioning),
+        conditioning=conditioning,
         tokenizer=_text(tokenizer),
         namespace=_text(namespace),
         text=_text(text) if prelude.flags & f.HAS_TEXT else None,
         layer0=not prelude.flags & f.NO_LAYER0,
         token_streams=tuple(TokenStream(_name(n), _dtype(d)) for n, d in f.TOKEN_STREAM.iter_unpack(streams)),
-        key_id=bytes(key_id) if authenticated else None,
+        key_id=key_id if authenticated else None,
     )
-    entries = list(iter_unpack(f"<I{entry - 4}s", index))
-    head = Head(header, tuple(length for length, _ in entries), tuple(check for _, check in entries))
+    lengths, checks = (
+        tuple(x for (x,) in iter_unpack(form, index)) for form in (f"<I{entry - 4}x", f"<4x{entry - 4}s")
+    )
+    head = Head(header, lengths, checks)
     if any(length % f.ALIGN for length in head.lengths):
         raise _malformed(f"a segment's length is no multiple of {f.ALIGN}")
     if prelude.head_end + head.payload_bytes != prelude.total:
@@ -207,7 +210,7 @@ def _sizes(fields: f.Fields, flags: int) -> list[int]:
     ]
 
 
-def _cut(data: memoryview, at: int, sizes: Sequence[int]) -> Iterable[memoryview]:
+def _cut(data: bytes, at: int, sizes: Sequence[int]) -> Iterable[bytes]:
     for size in sizes:
         yield data[at : at + size]
         at += size
@@ -230,8 +233,8 @@ def _dtype(code: int) -> str:
     return f.DTYPE_NAMES[code]
 
 
-def _text(data: memoryview) -> str:
+def _text(data: bytes) -> str:
     try:
-        return str(data, "utf-8")
+        return data.decode()
     except UnicodeDecodeError:
         raise _malformed("a text that is not UTF-8") from None

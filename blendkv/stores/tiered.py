@@ -37,6 +37,8 @@ class TieredStats(CodingStats):
         hits: chunks by where they came from, "memory" or the URL of a store.
         misses: chunks that no tier had, or none that could be used.
         damaged: entries by URL that were not what they should be, and were taken out of the way.
+        reasons: what was wrong with those (`ChunkFileError.reason`): "checksum", "truncated", ... are accidents; "key"
+            is an entry of something else, "authentication" one that the secret did not seal.
         unreadable: entries that need what is not here, by reason ("profile", "codec", "version").
         promoted: entries that were put into nearer stores, because a farther one had them.
         demoted: entries that were put into the next tier, because they were evicted.
@@ -45,6 +47,7 @@ class TieredStats(CodingStats):
     hits: Counter[str] = field(default_factory=Counter)
     misses: int = 0
     damaged: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
     unreadable: Counter[str] = field(default_factory=Counter)
     promoted: int = 0
     demoted: int = 0
@@ -131,6 +134,10 @@ class TieredStore:
             where = ", ".join(f"{count} in {url}" for url, count in self.stats.damaged.items())
             said.append(
                 f"entries of stores that were damaged or not what their key says, and were put out of use: {where}"
+            )
+        if forged := self.stats.reasons["authentication"]:
+            said.append(
+                f"{forged} of them the secret did not seal: somebody else writes there, or the secret is another"
             )
         return said
 
@@ -283,7 +290,7 @@ class TieredStore:
             try:
                 files[key] = self._checked(key, content, homes[0])
             except ChunkFileError as error:
-                wrong[key] = error
+                wrong[key] = error.bare()
         chunks: dict[str, ChunkCache] = {}
         for key, chunk in zip(files, decode_at(list(files.values()), homes) if files else (), strict=True):
             if isinstance(chunk, ChunkFileError):
@@ -330,6 +337,7 @@ class TieredStore:
             return
         with self._lock:
             self.stats.damaged[store.url] += 1
+            self.stats.reasons[error.reason] += 1
         getattr(store, "quarantine", store.delete)(key)
 
     # -- writing ----------------------------------------------------------------------------------------------------

@@ -2,7 +2,21 @@
 
 from collections.abc import Callable
 
-from tests.faults import disk_calls, disk_full, kills, remote, sharing, valkey  # noqa: F401  (each registers its rows)
+from tests.faults import (  # noqa: F401  (each registers its rows)
+    bombs,
+    canaries,
+    damage,
+    disk_calls,
+    disk_full,
+    kills,
+    privacy,
+    remote,
+    sharing,
+    swaps,
+    tenants,
+    valkey,
+    versions,
+)
 from tests.faults.rows import ROWS, Result
 
 __all__ = ["ROWS", "Result"]

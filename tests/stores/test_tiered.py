@@ -1,5 +1,6 @@
 """Chunks in memory over stores of bytes."""
 
+import gc
 import threading
 import time
 from dataclasses import replace
@@ -12,7 +13,8 @@ from blendkv.chunk import chunk_key
 from blendkv.codecs.raw import Raw
 from blendkv.errors import ChunkFileError
 from blendkv.stores import Budget, DiskStore, TieredStore
-from tests.chunks import assert_same, make_chunk
+from tests.chunks import assert_same, make_chunk, payload_start
+from tests.fuzz import seal_head
 from tests.stores.dicts import DictStore
 
 SECRET = b"0123456789abcdef"
@@ -281,3 +283,27 @@ def test_bad_settings(near):
     ):
         with pytest.raises(ValueError, match=match):
             TieredStore(*tiers, **options)
+
+
+def test_an_entry_that_is_refused_leaves_nothing_behind(near):
+    """An error that is kept with its traceback keeps the file, and its views, which CPython 3.11 crashes on freeing."""
+    data = bytearray(encode_chunk(CHUNKS[0], token_streams={"a": torch.ones(5), "b": torch.ones(5)}))
+    data[data.index(b"a" + bytes(15)) + 16] = 9  # the dtype of the first
+    seal_head(data, payload_start(data))
+    truncated = encode_chunk(CHUNKS[1])
+    forged = bytearray(encode_chunk(CHUNKS[2]))
+    forged[-1] ^= 1
+    near.entries = dict(zip(KEYS, map(bytes, (data, truncated[:-16], forged)), strict=False))
+    tiers = TieredStore(near)
+    gc.collect()
+    before = gc.get_debug()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        assert tiers.get_many(KEYS[:3]) == [None] * 3
+        gc.collect()
+        kept = [each for each in gc.garbage if isinstance(each, BaseException | memoryview)]
+        gc.garbage.clear()
+    finally:
+        gc.set_debug(before)
+    assert not kept
+    assert tiers.stats.reasons == {"header": 1, "truncated": 1, "checksum": 1}
