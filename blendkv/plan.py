@@ -28,12 +28,17 @@ class RowPlan:
         fresh: `[T]` True where a token is computed in every layer.
         missed: number of those that belong to a chunk that cannot be used.
         uses: what became of each chunk.
+        asks: `[T]` True for the question: text after the last span that is filled, missed chunks left out.
+        exact: `[T]` True where stored states are what the model would compute: a chunk that stands where it was
+            computed, after the same tokens and nothing else.
     """
 
     placed: list[Placement]
     fresh: np.ndarray
     missed: int
     uses: list[ChunkUse]
+    asks: np.ndarray
+    exact: np.ndarray
 
     @cached_property
     def chunk_tokens(self) -> int:
@@ -84,7 +89,7 @@ def plan_row(
     seen: set[int] = set()
     found = dict.fromkeys(range(len(chunks)), 0)
     placed: list[Placement] = []
-    fresh = np.ones(len(ids), bool)
+    fresh, lost = np.ones(len(ids), bool), np.zeros(len(ids), bool)
     missed = 0
     for span in find_spans(ids, [chunk.ids.numpy() for chunk in chunks]):
         owner = owners[_ids(chunks[span.chunk])]
@@ -95,6 +100,7 @@ def plan_row(
         found[owner] += part.length
         if isinstance(chunk, MissingChunk) or reasons[owner]:
             missed += part.length
+            lost[part.start : part.stop] = True
         else:
             placed.append((part, chunk))
             fresh[part.start : part.stop] = False
@@ -114,7 +120,28 @@ def plan_row(
             reason=reason or ("partial" if found[owner] < len(chunk) else ""),
         )
         uses.append(use)
-    return RowPlan(placed, fresh, missed, uses)
+    return RowPlan(placed, fresh, missed, uses, _question(ids, placed, lost), _exact(ids, placed))
+
+
+def _question(ids: np.ndarray, placed: Sequence[Placement], lost: np.ndarray) -> np.ndarray:
+    """`[T]` see `RowPlan.asks`; the prompt's last token if nothing else is left."""
+    asks = (ids >= 0) & ~lost
+    if placed:
+        asks[: placed[-1][0].stop] = False
+    if not asks.any():
+        asks[np.flatnonzero(ids >= 0)[-1:]] = True
+    return asks
+
+
+def _exact(ids: np.ndarray, placed: Sequence[Placement]) -> np.ndarray:
+    """`[T]` see `RowPlan.exact`; padding in front of the prompt does not count."""
+    exact = np.zeros(len(ids), bool)
+    pads = int((ids < 0).argmin())
+    for span, chunk in placed:
+        if span.offset == 0 and span.start - pads == len(chunk.conditioning):
+            same = tuple(ids[pads : span.start].tolist()) == chunk.conditioning
+            exact[span.start : span.stop] = same
+    return exact
 
 
 def require_hits(plan: RowPlan, chunks: Sequence[Chunk]) -> None:
