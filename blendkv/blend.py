@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Literal
 
 import numpy as np
@@ -182,10 +182,8 @@ class Blend:
         try:
             with self.report.clock.stage("question", device):
                 self._set_rows(self._question.rows)
-                try:
+                with suppress(Enough):
                     yield
-                except Enough:
-                    pass
         finally:
             self.graphs, self.asking, self.rows = graphs, False, None
             self._narrowed.clear()
@@ -223,7 +221,8 @@ class Blend:
             elif budget < len(candidates):
                 at = candidates if before is None else torch.searchsorted(before[b], candidates)
                 view = self._candidates(b, candidates, [None if d is None else d[b, at] for d in deviation])
-                order = best_first(self.cache.selector.score(view).masked_fill(view.exact, -torch.inf))
+                scores = self.cache.selector.score(view)
+                order = best_first(scores if view.exact is None else torch.where(view.exact, -torch.inf, scores))
                 candidates = candidates[order[:budget]].sort().values
             kept.append(candidates)
             computed += budget
@@ -238,8 +237,8 @@ class Blend:
 
     def wants_last_only(self, layer_idx: int) -> bool:
         """Whether nothing but keys and values is needed of most rows from this layer on: nobody reads their output."""
-        last = layer_idx == len(self.facts.rotations) - 1
-        return last and not self.asking and not self.reads_all and self.rows is not None and self._outputs < self.rows.shape[1]
+        last = layer_idx == len(self.facts.rotations) - 1 and not self.asking
+        return last and not self.reads_all and self.rows is not None and self._outputs < self.rows.shape[1]
 
     def select_last(self) -> Tensor:
         """Leaves the rows whose logits are wanted; `[B, outputs]` indices into the current rows."""
@@ -303,12 +302,17 @@ class Blend:
         plan, selector = self.plans[b], self.cache.selector
         *spans, exact = upload(np.stack([*plan.spans(self.length), plan.exact]), rows.device)[:, rows]
         k, v = deviation
+        stored = {name: plan.scores(name, self.length) for name in selector.stored}
+        for name, scores in stored.items():
+            if scores[torch.from_numpy(~plan.fresh)].isnan().any():
+                self.report.remark(f"chunks without stored scores {name!r}: their tokens are recomputed last")
         return Candidates(
             rows,
             *spans,
             exact=exact.bool(),
             k_deviation=k,
             v_deviation=v,
+            scores={name: scores.to(rows.device)[rows] for name, scores in stored.items()},
             attention=self._question.attention(b, rows) if self._question is not None else {},
         )
 

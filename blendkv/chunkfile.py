@@ -39,14 +39,14 @@ def encode_chunk(
         secret: 16 to 64 bytes; seals the file, so that only who has it can read it without an error.
         key_id: up to 16 bytes that name the secret.
         layer0: False leaves layer 0 out, which `rebuild=` computes on reading.
-        token_streams: by name, `[T]` one number a token, in fp32, fp16 or bf16.
+        token_streams: by name, `[T]` one number a token, in fp32, fp16 or bf16; the chunk's own scores are among them.
 
     Raises:
         ValueError: for a chunk that cannot be stored: NaN or Inf, mixed or other dtypes, sizes beyond the format's
             (`ChunkFileError`).
     """
     codec, name = get_codec(codec), _checked_dtype(chunk)
-    streams = dict(sorted((token_streams or {}).items()))
+    streams = dict(sorted({**chunk.scores, **(token_streams or {})}.items()))
     shapes = tuple(
         LayerShape(k.shape[0], k.shape[2], v.shape[2]) for k, v in zip(chunk.keys, chunk.values, strict=True)
     )
@@ -223,6 +223,7 @@ class ChunkFile:
             "tokenizer": header.tokenizer,
             "namespace": header.namespace,
             "text": header.text,
+            "scores": {stream.name: self.token_stream(stream.name) for stream in header.token_streams},
         }
 
     @cached_property

@@ -237,14 +237,14 @@ def _before_decoder(state: Attachment, decoder: nn.Module, args: tuple, kwargs: 
 def _ask(state: Attachment, blend: Blend, decoder: nn.Module, named: dict[str, Any]) -> None:
     """Runs the question pass: a forward of the decoder inside the one that is about to begin.
 
-    It calls `decoder.forward`, so that hooks of others on the decoder do not run twice; those on layers do, because what
-    they do to hidden states belongs to what the model computes.
+    It calls `decoder.forward`, so that hooks of others on the decoder do not run twice; those on layers do, because
+    what they do to hidden states belongs to what the model computes.
     """
     if blend.masks != "lazy":
         raise UnsupportedModelError(
             f"selector {blend.cache.selector.name!r} needs to know what the question attends to, but "
-            f"{type(state.model).__name__} has attention code of its own that does not say it: choose a selector without "
-            "attention, such as 'hkvd'"
+            f"{type(state.model).__name__} has attention code of its own that does not say it: choose a selector "
+            "without attention, such as 'hkvd'"
         )
     quiet = {f"output_{what}": False for what in _OUTPUTS}
     with blend.ask(), torch.no_grad():

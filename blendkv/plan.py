@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from blendkv.cache import Chunk
 from blendkv.chunk import ChunkCache, MissingChunk
@@ -56,6 +58,14 @@ class RowPlan:
         for i, (span, _) in enumerate(self.placed):
             part = found[:, span.start : span.stop]
             part[0], part[1], part[2] = i, np.arange(span.length), span.length
+        return found
+
+    def scores(self, name: str, length: int) -> Tensor:
+        """`[length]` fp32 what chunks have stored under a name for each prompt token; NaN where nothing is."""
+        found = torch.full((length,), torch.nan)
+        for span, chunk in self.placed:
+            if name in chunk.scores:
+                found[span.start : span.stop] = chunk.scores[name][span.offset : span.offset + span.length].float()
         return found
 
     @cached_property

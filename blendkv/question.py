@@ -53,7 +53,9 @@ class Question:
         width, count = max(map(len, fresh)), max(map(len, asks))
         self.rows = upload(np.stack([np.pad(row, (width - len(row), 0), "edge") for row in fresh]), device)
         """`[B, S]` prompt indices of the rows that run, ascending; the shorter are padded with their first."""
-        at = np.stack([_pad(np.searchsorted(f, a) + width - len(f), count, 0) for f, a in zip(fresh, asks, strict=True)])
+        at = np.stack(
+            [_pad(np.searchsorted(f, a) + width - len(f), count, 0) for f, a in zip(fresh, asks, strict=True)]
+        )
         self._at = upload(at, device)
         self._asking = upload(np.stack([_pad(row, count, -1) for row in asks]), device)
         self._whole = bool((at == np.arange(width - count, width)).all())

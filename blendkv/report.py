@@ -98,7 +98,7 @@ class BlendReport:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds by stage: load, prefill (of missing chunks), decode, place, question (pass), select, recompute (rest)."""
+        """Seconds by stage: load, prefill (of missing chunks), decode, place, question, select, recompute (rest)."""
         return self.clock.seconds()
 
     @property

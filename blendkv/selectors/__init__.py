@@ -10,6 +10,7 @@ from blendkv.selectors.combined import PerChunk, Product, Union, Window
 from blendkv.selectors.deviation import HKVD
 from blendkv.selectors.names import parse
 from blendkv.selectors.static import All, Boundary, Every, Nothing, Random
+from blendkv.selectors.stored import Stored
 
 __all__ = [
     "HKVD",
@@ -23,6 +24,7 @@ __all__ = [
     "Product",
     "Random",
     "Selector",
+    "Stored",
     "Union",
     "Window",
     "get_selector",
@@ -35,13 +37,14 @@ _SELECTORS: dict[str, type[Selector]] = {
     "boundary": Boundary,
     "every": Every,
     "random": Random,
+    "stored": Stored,
     "all": All,
     "none": Nothing,
 }
 
 
 def selector_names() -> list[str]:
-    """Families that `get_selector` knows, those of installed plug-ins (entry point group `blendkv.selectors`) included."""
+    """Families that `get_selector` knows, with those of installed plug-ins (entry point group `blendkv.selectors`)."""
     return sorted({*_SELECTORS, *(e.name for e in entry_points(group="blendkv.selectors"))})
 
 

@@ -55,7 +55,9 @@ class Attention(Selector):
             elif found := _LAST.fullmatch(part):
                 last = int(found[1])
             else:
-                raise ValueError(f"attention-{argument}: after 'attention-' goes 10:20 or 3.7.11 (layers), or last8 (rows)")
+                raise ValueError(
+                    f"attention-{argument}: after 'attention-' goes 10:20 or 3.7.11 (layers), or last8 (rows)"
+                )
         return cls(layers, last)
 
     @property

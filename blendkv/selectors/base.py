@@ -28,9 +28,9 @@ class Candidates:
         attention: for each layer that the selector asked for, `[N]` fp32 attention that the question pays to each token
             over reused keys, summed over its rows and over heads; empty for selectors that do not ask.
         scores: by name `[N]` fp32 what was stored with the chunks; NaN for tokens of chunks without.
-        exact: `[N]` True where what is stored is what the model would compute (a chunk that stands where it was computed,
-            after the same tokens), or None if that is not known. The blend recomputes such tokens last, whatever their
-            score.
+        exact: `[N]` True where what is stored is what the model would compute (a chunk that stands where it was
+            computed, after the same tokens), or None if that is not known. The blend recomputes such tokens last,
+            whatever their score.
     """
 
     rows: Tensor

@@ -43,7 +43,7 @@ class Combined(Selector):
         """Of the same kind, with the same parts and settings."""
         return type(self) is type(other) and self.__dict__ == other.__dict__
 
-    __hash__ = None  # ty: ignore[invalid-assignment]
+    __hash__ = None
 
 
 class Product(Combined):

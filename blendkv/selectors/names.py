@@ -1,10 +1,10 @@
 """Names of selectors, as the command line says them.
 
-    union    = [percent "%"] product ("+" [percent "%"] product)*
-    product  = power ("*" power)*
-    power    = spread ["^" number]
-    spread   = atom ("@" ("per-chunk" | "window" odd number))*
-    atom     = family ["-" argument] | "(" union ")"
+union    = [percent "%"] product ("+" [percent "%"] product)*
+product  = power ("*" power)*
+power    = spread ["^" number]
+spread   = atom ("@" ("per-chunk" | "window" odd number))*
+atom     = family ["-" argument] | "(" union ")"
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class _Parser:
         while at < len(name.rstrip()):
             found = _TOKEN.match(name, at)
             if found is None:
-                raise ValueError(f"selector {name!r}: {name[at:]!r} is not part of a name (see blendkv.selectors.names)")
+                raise ValueError(
+                    f"selector {name!r}: {name[at:]!r} is not part of a name (see blendkv.selectors.names)"
+                )
             self.rest.append(found[1])
             at = found.end()
 
