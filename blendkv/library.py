@@ -20,7 +20,8 @@ from blendkv.facts import ModelFacts
 from blendkv.layout import Layout, Piece, Prompt, texts_of
 from blendkv.prefilling import BATCH_TOKENS, prefill
 from blendkv.report import BlendReport
-from blendkv.selectors import Selector
+from blendkv.scoring import add_scores
+from blendkv.selectors import Selector, get_selector
 from blendkv.stores import Pool, open_pool
 
 
@@ -277,6 +278,8 @@ class ChunkLibrary:
             batch_tokens=self.batch_tokens,
             progress=self.progress,
         )
+        if wanted := get_selector(self.options["selector"]).stored:
+            made = add_scores(self.model, made, wanted, self.tokenizer)
         return [
             replace(chunk, tokenizer=self._tokenizer_digest, text=piece.text)
             for chunk, piece in zip(made, pieces, strict=True)
