@@ -246,7 +246,7 @@ def _ask(state: Attachment, blend: Blend, decoder: nn.Module, named: dict[str, A
             f"{type(state.model).__name__} has attention code of its own that does not say it: choose a selector "
             "without attention, such as 'hkvd'"
         )
-    quiet = {f"output_{what}": False for what in _OUTPUTS}
+    quiet = {f"output_{what}": False for what in _OUTPUTS} if blend.collects else {}
     with blend.ask(), torch.no_grad():
         decoder.forward(**named | quiet)
 

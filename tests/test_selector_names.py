@@ -1,5 +1,8 @@
 """What selectors put together choose, and how they are named."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -215,3 +218,24 @@ def test_families_of_other_packages(monkeypatch):
     monkeypatch.setattr("blendkv.selectors.entry_points", lambda group: [Entry] if group == "blendkv.selectors" else [])
     assert get_selector("my-own-3") == Every(3)
     assert get_selector("my-own+boundary").parts[0] == Every()
+
+
+GUIDE = (Path(__file__).parent.parent / "docs/guides/selectors.md").read_text()
+
+
+def test_the_guide_says_names_that_are_read():
+    rows = [line.split("|")[1] for line in GUIDE.splitlines() if line.startswith("| `")]
+    names = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+    stands_for = {"N": "8", "SEED": "3", "NAME": "mine"}
+    assert len(names) > 15
+    for name in names:
+        if name not in ("asked", "moved"):  # scores
+            get_selector(re.sub(r"\b(N|SEED|NAME)\b", lambda found: stands_for[found[0]], name))
+
+
+def test_the_guide_writes_a_selector():
+    (block,) = re.findall(r"```python\n(from dataclasses.*?)```", GUIDE, flags=re.DOTALL)
+    scope: dict = {"__name__": "guide"}
+    exec(compile(block, "guide", "exec"), scope)
+    flat = {0: torch.ones(8)}
+    assert order(scope["QuestionAndStart"](), candidates(attention=flat))[:2] == [0, 3]
