@@ -69,7 +69,7 @@ def test_they_are_kept_in_the_file(chunks):
     without = encode_chunk(scored, layer0=False)
     with pytest.raises(ValueError, match="layer 0"):
         decode_chunk(without)
-    with pytest.raises(ValueError, match="one number for each token"):
+    with pytest.raises(ValueError, match="one number for each of 20 tokens"):
         replace(chunks[0], scores={"asked": torch.rand(19)})
 
 
