@@ -79,7 +79,7 @@ class ChunkCache:
             **fields: all others.
         """
         chunk = cls.__new__(cls)
-        chunk.__dict__.update(fields, _states=states)
+        chunk.__dict__.update({"scores": {}} | fields, _states=states)
         return chunk
 
     def __getattr__(self, name: str) -> Any:
