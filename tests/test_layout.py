@@ -17,12 +17,12 @@ kernels.rows kernels.rans kernels.klt kernels.mass kernels.attention kernels chu
 selectors.base selectors.static selectors.deviation selectors.attention selectors.stored selectors.combined
 selectors.names selectors stores.base stores.deadline stores.keys stores.files stores.inventory stores.disk
 stores.breaker stores.resp stores.valkey_server stores.valkey_servers stores.valkey_url stores.valkey stores.catalog
-stores.valkey_centre stores.patience stores.remote stores.eviction stores.pool stores attention mass cache facts plan
-question buffers waits graphs norms blend decoding attachment hooks learning proof attaching layout prefilling scoring
-library texts trials calibrating models contract testing passages bench bench.measure bench.tasks bench.methods
-bench.shapes bench.prompts bench.gates bench.decode bench.memory bench.results bench.kernels bench.coding bench.loading bench.ttft
-bench.codec_table bench.table bench.plot bench.quality bench.coders bench.codec bench.joint verify families survey
-guide demo _console _options cli_bench cli_codec cli
+stores.valkey_centre stores.patience stores.remote stores.eviction stores.pool stores attention mass cache facts
+plan question buffers waits graphs norms blend decoding attachment hooks learning proof attaching layout prefilling
+scoring library texts trials calibrating models contract testing passages bench bench.measure bench.tasks
+bench.methods bench.shapes bench.prompts bench.gates bench.decode bench.memory bench.results bench.kernels
+bench.coding bench.loading bench.ttft bench.codec_table bench.table bench.plot bench.quality bench.coders
+bench.codec bench.joint verify families survey guide demo _console _options cli_bench cli_codec cli
 """
 ORDER = _ORDER.split()
 
