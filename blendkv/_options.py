@@ -17,7 +17,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else
 Dtype = Annotated[str, typer.Option(help="Of the weights: float32, bfloat16, float16, or auto.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ..., or auto to spread the model.")]
 Ratios = Annotated[str, typer.Option("--ratio", help="Share of chunk tokens recomputed; several as 0.05,0.15.")]
-SelectorName = Annotated[str, typer.Option("--selector", help="Which tokens are recomputed.")]
+SelectorName = Annotated[
+    str, typer.Option("--selector", help="Which tokens are recomputed, such as hkvd or attention.")
+]
 
 
 def shaped_model(shape: str, dtype: str, device: str) -> Any:
@@ -103,10 +105,12 @@ def read_names(option: str, text: str, choices: Any) -> list[str]:
 
 def named_selector(name: str, source: Any = "k") -> Selector:
     """The selector of a name."""
-    from blendkv.selectors import HKVD, get_selector, selector_names
+    from blendkv.selectors import HKVD, get_selector
 
-    one_of("--selector", name, selector_names())
-    return HKVD(source) if name == "hkvd" else get_selector(name)
+    try:
+        return HKVD(source) if name == "hkvd" else get_selector(name)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--selector") from None
 
 
 def one_of(option: str, value: str, choices: Any) -> None:

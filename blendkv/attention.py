@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -33,6 +33,14 @@ blending: ContextVar[Literal["lazy", "dense"] | None] = ContextVar("blendkv_blen
 "lazy" is for the attention functions of `register`, "dense" (never left out) for attention that a modeling file writes
 itself.
 """
+
+
+class Listener(Protocol):
+    """Wants to know what rows attend to."""
+
+    def hear(self, layer: int, query: Tensor, key: Tensor, mask: RowMask, options: dict[str, Any]) -> None:
+        """Called in each layer with `[B, Q, S, D]` queries, all `[B, H, T, D]` keys, and attention's options."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -94,6 +102,7 @@ class RowMask:
         table: `[L, 4]` where the buffers of all layers are (`kernels.table`), if kernels do the attention.
         band: the mask as kernels know it; without it, or a table, SDPA does.
         padded: whether any key is hidden as padding.
+        listener: told of every layer's queries and keys before they meet, or None.
     """
 
     lazy: LazyMask
@@ -101,6 +110,7 @@ class RowMask:
     table: Tensor | None = None
     band: Band | None = None
     padded: bool = True
+    listener: Listener | None = None
     _blocks: dict = field(default_factory=dict, repr=False)
     _bytes: int = 0
 
@@ -235,6 +245,8 @@ def _attention(
     if not isinstance(mask, RowMask):
         looks_itself_up = "flash" in base_name  # transformers' FlashAttention picks its package by the config's name
         return base(_under(base_name, module) if looks_itself_up else module, query, key, value, mask, **kw)
+    if mask.listener is not None:
+        mask.listener.hear(_layer_idx(module), query, key, mask, kw)
     unusual = [n for n in ("softcap", "s_aux", "position_bias", "head_mask") if kw.get(n) is not None]
     if mask.by_kernel and not {"position_bias", "head_mask"} & set(unusual):
         return scattered_kernel(query, key, value, mask, _layer_idx(module), **kw), None

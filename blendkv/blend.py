@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Literal
 
 import numpy as np
@@ -20,8 +20,10 @@ from blendkv.facts import ModelFacts, kernels_unusable
 from blendkv.graphs import GraphPass
 from blendkv.kernels.table import upload
 from blendkv.plan import RowPlan, chunks_per_row, plan_row, require_hits
+from blendkv.question import Enough, Question
 from blendkv.report import BlendReport, ChunkUse, LayerRows
 from blendkv.selectors import Candidates
+from blendkv.selectors.base import best_first
 
 
 class Blend:
@@ -60,6 +62,9 @@ class Blend:
         """Whether somebody wants the hidden states or attentions of every layer."""
         self.masks: Literal["lazy", "dense"] = "lazy"
         """What layers are given as a mask (`attention.blending`)."""
+        self.asking = False
+        """Whether the forward under way is the question pass."""
+        self._question: Question | None = None
         self._padded = visible is not None
         self._narrowed: dict[int, tuple[Any, Any]] = {}
         self._probed: dict[int, int] = {}
@@ -101,7 +106,7 @@ class Blend:
             tables = self.graphs.tables if self.graphs is not None else new_tables(devices)
             self.buffers = KernelBuffers(*given, sizes=facts.sizes, dtype=facts.dtype, devices=devices, tables=tables)
             self.report.kernels = "Triton" if self.graphs is None else "Triton; CUDA graphs of layers that are short"
-        if reason is not None or self.cache.strict or not self.first_narrowed:
+        if reason is not None or self.cache.strict or not self.first_narrowed or self._may_ask:
             self.prepare()
 
     @property
@@ -131,7 +136,7 @@ class Blend:
         self.report.chunks, self.report.tokens = self.uses, int(self._real.sum())
         self.report.chunk_bytes = sum(plan.chunk_bytes for plan in self.plans)
         if self._chunk_total and self.first_narrowed is not None:
-            self.buffers.prepare(self.first_narrowed)
+            self.buffers.prepare(0 if self._may_ask else self.first_narrowed)
 
     def _warn_if_nothing_found(self) -> None:
         if not self.uses or any(use.found for use in self.uses):
@@ -155,14 +160,44 @@ class Blend:
 
     # -- in front of each layer -------------------------------------------------------------------------------------
 
+    @property
+    def _may_ask(self) -> bool:
+        return "question" in self.cache.selector.needs and any(self.cache.schedule.values())
+
+    @property
+    def wants_question(self) -> bool:
+        """Whether the selector wants to know what the question attends to."""
+        return self._may_ask and self._chunk_total > 0
+
+    @contextmanager
+    def ask(self) -> Generator[None]:
+        """Inside it a forward of the decoder is the question pass: fresh rows alone, over full reuse.
+
+        Keys and values of those rows go into the cache's own buffers, where the blend writes over them.
+        """
+        selector = self.cache.selector
+        layers, device = len(self.facts.rotations), self.ids.device
+        self._question = Question(self.plans, layers, selector.layers, selector.last, device)
+        graphs, self.graphs, self.asking = self.graphs, None, True
+        try:
+            with self.report.clock.stage("question", device):
+                self._set_rows(self._question.rows)
+                with suppress(Enough):
+                    yield
+        finally:
+            self.graphs, self.asking, self.rows = graphs, False, None
+            self._narrowed.clear()
+            for layer in self.cache.blended:
+                layer.resize(0)
+
     def wants_probe(self, layer_idx: int) -> bool:
         """Whether this layer's fresh keys and values of the current rows are to be compared with stored ones."""
-        compares = self.cache.selector.needs == "deviation" and self.cache.schedule.get(layer_idx, 0.0) > 0
+        compares = "deviation" in self.cache.selector.needs and self.cache.schedule.get(layer_idx, 0.0) > 0
         return compares and self._chunk_total > 0
 
     def wants_selection(self, layer_idx: int) -> bool:
         """Whether rows are dropped in front of this layer."""
-        return layer_idx in self.cache.schedule and self._chunk_total > 0
+        return not self.asking and layer_idx in self.cache.schedule and self._chunk_total > 0
 
     def select(self, layer_idx: int, keys: Tensor | None = None, values: Tensor | None = None) -> Tensor:
         """Chooses the rows to compute from this layer on.
@@ -186,7 +221,8 @@ class Blend:
             elif budget < len(candidates):
                 at = candidates if before is None else torch.searchsorted(before[b], candidates)
                 view = self._candidates(b, candidates, [None if d is None else d[b, at] for d in deviation])
-                order = torch.sort(self.cache.selector.score(view), descending=True, stable=True).indices
+                scores = self.cache.selector.score(view)
+                order = best_first(scores if view.exact is None else torch.where(view.exact, -torch.inf, scores))
                 candidates = candidates[order[:budget]].sort().values
             kept.append(candidates)
             computed += budget
@@ -201,7 +237,7 @@ class Blend:
 
     def wants_last_only(self, layer_idx: int) -> bool:
         """Whether nothing but keys and values is needed of most rows from this layer on: nobody reads their output."""
-        last = layer_idx == len(self.facts.rotations) - 1
+        last = layer_idx == len(self.facts.rotations) - 1 and not self.asking
         return last and not self.reads_all and self.rows is not None and self._outputs < self.rows.shape[1]
 
     def select_last(self) -> Tensor:
@@ -255,16 +291,30 @@ class Blend:
         device = self.rows.device if table is None else table.device
         if (id(lazy), device) not in self._masks:
             band = None if table is None else lazy.band()
-            mask = RowMask(lazy, self._rows_on(device), table, band, self._padded)
+            listener = self._question if self.asking else None
+            mask = RowMask(lazy, self._rows_on(device), table, band, self._padded, listener)
             self._masks[id(lazy), device] = mask
             if band is None and table is not None:
                 self.report.remark("an attention mask that the kernels do not know: SDPA for its layers")
         return self._masks[id(lazy), device]
 
     def _candidates(self, b: int, rows: Tensor, deviation: Sequence[Tensor | None]) -> Candidates:
-        plan = self.plans[b]
-        spans = upload(plan.spans(self.length), rows.device)[:, rows]
-        return Candidates(rows, *spans, *deviation)
+        plan, selector = self.plans[b], self.cache.selector
+        *spans, exact = upload(np.stack([*plan.spans(self.length), plan.exact]), rows.device)[:, rows]
+        k, v = deviation
+        stored = {name: plan.scores(name, self.length) for name in selector.stored}
+        for name, scores in stored.items():
+            if scores[torch.from_numpy(~plan.fresh)].isnan().any():
+                self.report.remark(f"chunks without stored scores {name!r}: their tokens are recomputed last")
+        return Candidates(
+            rows,
+            *spans,
+            exact=exact.bool(),
+            k_deviation=k,
+            v_deviation=v,
+            scores={name: scores.to(rows.device)[rows] for name, scores in stored.items()},
+            attention=self._question.attention(b, rows) if self._question is not None else {},
+        )
 
     def _deviation(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """`[B, S]` squared distances of fresh from stored keys and values, as far as the selector wants them."""
@@ -306,7 +356,7 @@ class Blend:
 
     def note(self, layer_idx: int) -> None:
         """A layer's keys and values are there, written by `fill` or by a CUDA graph."""
-        if layer_idx == len(self.filled):
+        if layer_idx == len(self.filled) and not self.asking:
             self.filled.append((self.rows, self._computed if self.rows is not None else None))
         self.cache.blended[layer_idx].resize(self.length)
 

@@ -343,7 +343,7 @@ def make_schedule(
     """
     if selector.ratio is not None:
         recompute_ratio, check_layers = selector.ratio, None
-    first = 1 if selector.needs == "deviation" else 0
+    first = 1 if "deviation" in selector.needs else 0
     schedule = dict(sorted((check_layers if check_layers is not None else {first: recompute_ratio}).items()))
     last = 1.0
     for layer, ratio in schedule.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -34,6 +34,8 @@ class ChunkCache:
         namespace: set by the operator of a shared store; part of the key.
         text: the text behind the ids, if known.
         keyed: the key, where a tenant's secret went into it.
+        scores: by name `[T]` one number a token, on the CPU, that selectors rank by (`stored-NAME`); in the
+            chunk's file, but no part of its key.
     """
 
     ids: Tensor
@@ -45,6 +47,7 @@ class ChunkCache:
     namespace: str = ""
     text: str | None = field(default=None, repr=False)
     keyed: str = field(default="", repr=False)
+    scores: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         """Checks that every layer agrees with the ids on the number of tokens."""
@@ -53,6 +56,11 @@ class ChunkCache:
             raise ValueError(f"a chunk needs at least one token; ids have shape {tuple(self.ids.shape)}")
         if len(self.keys) != len(self.values) or not self.keys:
             raise ValueError(f"{len(self.keys)} layers of keys, {len(self.values)} of values: one each per layer")
+        for name, scores in self.scores.items():
+            if scores.shape != (tokens,):
+                raise ValueError(
+                    f"scores {name!r} of shape {tuple(scores.shape)}: one number for each of {tokens} tokens"
+                )
         for layer, (k, v) in enumerate(zip(self.keys, self.values, strict=True)):
             a, b = k.shape, v.shape
             if len(a) != 3 or len(b) != 3 or a[:2] != b[:2] or a[1] != tokens:
@@ -73,7 +81,7 @@ class ChunkCache:
             **fields: all others.
         """
         chunk = cls.__new__(cls)
-        chunk.__dict__.update(fields, _states=states)
+        chunk.__dict__.update({"scores": {}} | fields, _states=states)
         return chunk
 
     def __getattr__(self, name: str) -> Any:

@@ -39,14 +39,14 @@ def encode_chunk(
         secret: 16 to 64 bytes; seals the file, so that only who has it can read it without an error.
         key_id: up to 16 bytes that name the secret.
         layer0: False leaves layer 0 out, which `rebuild=` computes on reading.
-        token_streams: by name, `[T]` one number a token, in fp32, fp16 or bf16.
+        token_streams: by name, `[T]` one number a token, in fp32, fp16 or bf16; the chunk's own scores are among them.
 
     Raises:
         ValueError: for a chunk that cannot be stored: NaN or Inf, mixed or other dtypes, sizes beyond the format's
             (`ChunkFileError`).
     """
     codec, name = get_codec(codec), _checked_dtype(chunk)
-    streams = dict(sorted((token_streams or {}).items()))
+    streams = dict(sorted({**chunk.scores, **(token_streams or {})}.items()))
     shapes = tuple(
         LayerShape(k.shape[0], k.shape[2], v.shape[2]) for k, v in zip(chunk.keys, chunk.values, strict=True)
     )
@@ -210,17 +210,20 @@ class ChunkFile:
             streams: how many of the file's streams to use, which are a prefix of the file; None: all.
         """
         header, count = self.header, self._streams(streams)
-        segments, step = self._reader.streams(count), header.unit_segments
+        step, first = header.unit_segments, len(header.token_streams)
+        segments = self._reader.segments(range(first + count * header.units * step))  # scores stand in front of layers
+        scores = {stream.name: self._numbers(stream, segments[i]) for i, stream in enumerate(header.token_streams)}
+        segments = segments[first:]
         layers = [] if header.layer0 else [self._rebuilt()]
         for unit in range(header.units):
             starts = [(stream * header.units + unit) * step for stream in range(count)]
             layers += self._decode(unit, [s for start in starts for s in segments[start : start + step]], count)
         keys, values = zip(*layers, strict=True)
-        return ChunkCache(keys=keys, values=values, **self.fields)
+        return ChunkCache(keys=keys, values=values, scores=scores, **self.fields)
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What the chunk of this file is made of (`ChunkCache`), other than keys and values."""
+        """What the chunk of this file is made of (`ChunkCache`), other than keys, values and scores."""
         header = self.header
         return {
             "ids": self.ids,
@@ -251,9 +254,13 @@ class ChunkFile:
         Raises:
             KeyError: for an unknown name.
         """
-        dtypes = {stream.name: DTYPES[stream.dtype] for stream in self.header.token_streams}
         data = self._reader.token_stream(name)
-        return torch.frombuffer(bytearray(data), dtype=dtypes[name])
+        return self._numbers(next(stream for stream in self.header.token_streams if stream.name == name), data)
+
+    @property
+    def scores(self) -> dict[str, Tensor]:
+        """All token streams by name; a ranged read each."""
+        return {stream.name: self.token_stream(stream.name) for stream in self.header.token_streams}
 
     def close(self) -> None:
         """Closes the file, if it was opened for a path."""
@@ -270,6 +277,10 @@ class ChunkFile:
         if wanted is not None and not 1 <= wanted <= there:
             raise ValueError(f"streams={wanted}: the chunk file has {there}")
         return wanted or there
+
+    def _numbers(self, stream: TokenStream, data: memoryview) -> Tensor:
+        """`[T]` of a token stream, from its segment, padded or not."""
+        return torch.frombuffer(bytearray(data[: stream.nbytes(self.header.tokens)]), dtype=DTYPES[stream.dtype])
 
     def _decode(self, unit: int, segments: list[memoryview], streams: int) -> list[tuple[Tensor, Tensor]]:
         header, layers = self.header, self.header.layers_of(unit)

@@ -62,11 +62,10 @@ def ttft(
         from blendkv.bench.prompts import POOLS
         from blendkv.bench.results import require_room, write_rows
         from blendkv.bench.ttft import ttft_rows
-        from blendkv.selectors import selector_names
 
         names = read_names("--methods", methods, METHODS)
         one_of("--pool", pool, POOLS)
-        chosen = [named_selector(name) for name in read_names("--selector", selector, selector_names())]
+        chosen = [named_selector(name) for name in dict.fromkeys(selector.split(","))]
         require_room(out)
         loaded = load(model, dtype, device)[0] if model is not None else shaped_model(str(shape), dtype, device)
         rows = ttft_rows(

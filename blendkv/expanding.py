@@ -370,4 +370,4 @@ def _chunk(file: ChunkFile, out: Tensor) -> ChunkCache:
         return views[::2], views[1::2]
 
     known = {} if (places % ALIGN).any() else {"addresses": places.reshape(-1, 2, 2)}
-    return ChunkCache.unchecked(states, homes=(out.device,) * len(shapes), **known, **file.fields)
+    return ChunkCache.unchecked(states, homes=(out.device,) * len(shapes), **known, **file.fields, scores=file.scores)

@@ -229,7 +229,26 @@ def _before_decoder(state: Attachment, decoder: nn.Module, args: tuple, kwargs: 
     cache.work, cache._failed = blend, True  # until the forward has ended well
     blend.begin(state.devices or devices_of(state.layers))
     named["position_ids"] = position_ids
+    if blend.wants_question:
+        _ask(state, blend, decoder, named)
     return (), named
+
+
+def _ask(state: Attachment, blend: Blend, decoder: nn.Module, named: dict[str, Any]) -> None:
+    """Runs the question pass: a forward of the decoder inside the one that is about to begin.
+
+    It calls `decoder.forward`, so that hooks of others on the decoder do not run twice; those on layers do, because
+    what they do to hidden states belongs to what the model computes.
+    """
+    if blend.masks != "lazy":
+        raise UnsupportedModelError(
+            f"selector {blend.cache.selector.name!r} needs to know what the question attends to, but "
+            f"{type(state.model).__name__} has attention code of its own that does not say it: choose a selector "
+            "without attention, such as 'hkvd'"
+        )
+    quiet = {f"output_{what}": False for what in _OUTPUTS} if blend.collects else {}
+    with blend.ask(), torch.no_grad():
+        decoder.forward(**named | quiet)
 
 
 def _collects(state: Attachment, named: dict[str, Any]) -> bool:
@@ -291,6 +310,8 @@ def _before_layer(layer_idx: int, layer: nn.Module, args: tuple, kwargs: dict[st
         return (hidden,), kwargs
     if layer_idx == blend.first_narrowed:
         blend.prepare()
+    if blend.asking and layer_idx == 0:
+        hidden = take_rows(hidden, blend.rows)
     narrowed = _narrow(blend, kwargs)
     if blend.wants_selection(layer_idx):
         with cache.report.clock.stage("select", hidden.device):

@@ -26,7 +26,8 @@ from blendkv.layout import Layout, Piece, Prompt, texts_of
 from blendkv.pace import seconds_to_compute
 from blendkv.prefilling import BATCH_TOKENS, prefill
 from blendkv.report import BlendReport
-from blendkv.selectors import Selector
+from blendkv.scoring import add_scores
+from blendkv.selectors import Selector, get_selector
 from blendkv.stores import Budget, Pool, Store, TieredStore, faults_of, open_chunks
 
 if TYPE_CHECKING:
@@ -470,6 +471,8 @@ class ChunkLibrary:
             batch_tokens=self.batch_tokens,
             progress=self.progress,
         )
+        if wanted := get_selector(self.options["selector"]).stored:
+            made = add_scores(self.model, made, wanted, self.tokenizer)
         return [
             replace(
                 chunk,

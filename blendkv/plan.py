@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from blendkv.cache import Chunk
 from blendkv.chunk import ChunkCache, MissingChunk
@@ -28,12 +30,17 @@ class RowPlan:
         fresh: `[T]` True where a token is computed in every layer.
         missed: number of those that belong to a chunk that cannot be used.
         uses: what became of each chunk.
+        asks: `[T]` True for the question: text after the last span that is filled, missed chunks left out.
+        exact: `[T]` True where stored states are what the model would compute: a chunk that stands where it was
+            computed, after the same tokens and nothing else.
     """
 
     placed: list[Placement]
     fresh: np.ndarray
     missed: int
     uses: list[ChunkUse]
+    asks: np.ndarray
+    exact: np.ndarray
 
     @cached_property
     def chunk_tokens(self) -> int:
@@ -51,6 +58,14 @@ class RowPlan:
         for i, (span, _) in enumerate(self.placed):
             part = found[:, span.start : span.stop]
             part[0], part[1], part[2] = i, np.arange(span.length), span.length
+        return found
+
+    def scores(self, name: str, length: int) -> Tensor:
+        """`[length]` fp32 what chunks have stored under a name for each prompt token; NaN where nothing is."""
+        found = torch.full((length,), torch.nan)
+        for span, chunk in self.placed:
+            if name in chunk.scores:
+                found[span.start : span.stop] = chunk.scores[name][span.offset : span.offset + span.length].float()
         return found
 
     @cached_property
@@ -84,7 +99,7 @@ def plan_row(
     seen: set[int] = set()
     found = dict.fromkeys(range(len(chunks)), 0)
     placed: list[Placement] = []
-    fresh = np.ones(len(ids), bool)
+    fresh, lost = np.ones(len(ids), bool), np.zeros(len(ids), bool)
     missed = 0
     for span in find_spans(ids, [chunk.ids.numpy() for chunk in chunks]):
         owner = owners[_ids(chunks[span.chunk])]
@@ -95,6 +110,7 @@ def plan_row(
         found[owner] += part.length
         if isinstance(chunk, MissingChunk) or reasons[owner]:
             missed += part.length
+            lost[part.start : part.stop] = True
         else:
             placed.append((part, chunk))
             fresh[part.start : part.stop] = False
@@ -114,7 +130,28 @@ def plan_row(
             reason=reason or ("partial" if found[owner] < len(chunk) else ""),
         )
         uses.append(use)
-    return RowPlan(placed, fresh, missed, uses)
+    return RowPlan(placed, fresh, missed, uses, _question(ids, placed, lost), _exact(ids, placed))
+
+
+def _question(ids: np.ndarray, placed: Sequence[Placement], lost: np.ndarray) -> np.ndarray:
+    """`[T]` see `RowPlan.asks`; the prompt's last token if nothing else is left."""
+    asks = (ids >= 0) & ~lost
+    if placed:
+        asks[: placed[-1][0].stop] = False
+    if not asks.any():
+        asks[np.flatnonzero(ids >= 0)[-1:]] = True
+    return asks
+
+
+def _exact(ids: np.ndarray, placed: Sequence[Placement]) -> np.ndarray:
+    """`[T]` see `RowPlan.exact`; padding in front of the prompt does not count."""
+    exact = np.zeros(len(ids), bool)
+    pads = int((ids < 0).argmin())
+    for span, chunk in placed:
+        if span.offset == 0 and span.start - pads == len(chunk.conditioning):
+            same = tuple(ids[pads : span.start].tolist()) == chunk.conditioning
+            exact[span.start : span.stop] = same
+    return exact
 
 
 def require_hits(plan: RowPlan, chunks: Sequence[Chunk]) -> None:

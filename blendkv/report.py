@@ -13,7 +13,7 @@ import torch
 
 SHOWN = 16
 """Chunks listed when a report is printed."""
-STAGES = ("load", "prefill", "decode", "place", "select", "recompute")
+STAGES = ("load", "prefill", "decode", "place", "question", "select", "recompute")
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class BlendReport:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds by stage: load, prefill (of missing chunks), decode, place, select, recompute (the rest)."""
+        """Seconds by stage: load, prefill (of missing chunks), decode, place, question, select, recompute (rest)."""
         return self.clock.seconds()
 
     @property

@@ -31,12 +31,14 @@ class Placement:
 
 @dataclass
 class Blended:
-    """What came out: `logits [V]` of the last row, keys and values `[H, T, D]` and computed rows of every layer."""
+    """What came out: `logits [V]` of the last row; of every layer keys and values `[H, T, D]`, computed rows, and the
+    attention `[T]` that keys get from rows after the last chunk, summed over heads."""
 
     logits: Tensor
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
     rows: list[list[int]] = field(default_factory=list)
+    attention: list[Tensor] = field(default_factory=list)
 
 
 def blend(
@@ -108,12 +110,15 @@ def blend(
             k[row], v[row] = stored_k[row], stored_v[row]
         following = torch.full_like(hidden, torch.nan)
         per_group = q.shape[1] // k.shape[1]
+        asked = torch.zeros(total, dtype=torch.float64)
         for row in rows:
             seen = visible[row]
             answer = []
             for head in range(q.shape[1]):
                 weights = torch.softmax(k[seen, head // per_group] @ q[row, head] * width**-0.5, dim=0)
                 answer.append(weights @ v[seen, head // per_group])
+                if row > max(owner, default=-1):
+                    asked[seen] += weights
             x = hidden[row] + linear(attention.o_proj, torch.cat(answer))
             y, mlp = rms_norm(layer.post_attention_layernorm, x), layer.mlp
             gated = nn.functional.silu(linear(mlp.gate_proj, y)) * linear(mlp.up_proj, y)
@@ -122,6 +127,7 @@ def blend(
         out.keys.append(k.transpose(0, 1))
         out.values.append(v.transpose(0, 1))
         out.rows.append(list(rows))
+        out.attention.append(asked)
     out.logits = linear(model.lm_head, rms_norm(core.norm, hidden[total - 1]))
     return out
 

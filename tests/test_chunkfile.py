@@ -161,12 +161,15 @@ def test_token_streams():
             read = file.token_stream(name)
             assert read.dtype == given.dtype
             assert torch.equal(read, given)
-        assert_same(file.read(), chunk)
+        again = file.read()
+        assert_same(again, chunk)
+        assert {name: s.tolist() for name, s in again.scores.items()} == {n: s.tolist() for n, s in scores.items()}
         with pytest.raises(KeyError, match="nosuch"):
             file.token_stream("nosuch")
-    second, first, layers = source.reads[1:]
+    second, first, whole = source.reads[1:]
     assert first[0] + first[1] == second[0]  # sorted by name
-    assert second[0] + second[1] == layers[0]  # before all layers
+    assert whole[0] == first[0]  # before all layers, and read with them
+    assert sum(whole) > sum(second)
     for bad in (torch.rand(8), torch.rand(9, 1)):
         with pytest.raises(ValueError, match="one number"):
             encode_chunk(chunk, token_streams={"x": bad})

@@ -168,6 +168,15 @@ def test_gradual_schedule_with_two_widths_or_one(gpu, make, blend):
     assert len(attachment_of(model).graphs._shapes) == 2
 
 
+def test_the_question_pass_runs_without_graphs(gpu, make, blend):
+    model, counts = make(), []
+    for seed in range(4):
+        mine, _ = blend(model, seed, selector="attention")
+        counts.append(gpu.count()[:2])
+        assert mine.report.seconds["question"] > 0
+    assert counts == [(LAYERS, 0), (0, LAYERS), (0, LAYERS), (0, LAYERS)]
+
+
 def test_only_the_last_row_is_wanted(gpu, make, blend):
     model = make()
     for seed in range(3):

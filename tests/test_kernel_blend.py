@@ -7,7 +7,7 @@ import torch
 
 from blendkv import BlendedCache, attach, kernels, prefill
 from blendkv.chunk import MissingChunk
-from blendkv.selectors import HKVD, Boundary
+from blendkv.selectors import HKVD, Attention, Boundary, get_selector
 from blendkv.testing import tiny_model
 from tests.helpers import full, make_case, run, tokens
 
@@ -91,6 +91,35 @@ def test_gradual_schedule(model, compare, family, selector):
         model, case.ids, lambda: BlendedCache(case.caches, selector=selector, check_layers={1: 0.6, 2: 0.3})
     )
     assert [layer.recomputed for layer in cache.report.layers] == [39, 23, 12]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_question_pass(model, monkeypatch, family):
+    """What the question attends to is the same by kernels and by torch, and so are the rows chosen."""
+    model, found = model(family), {}
+    case = make_case(model, LENGTHS, question=QUESTION)
+    other = make_case(model, (8, 15, 16), (1, 0, 2), seed=3, question=QUESTION)
+    for how, reason in (("torch", "for comparison"), ("kernels", None)):
+
+        class Spy(Attention):
+            def score(self, candidates, how=how):
+                found.setdefault(how, []).append(candidates)
+                return super().score(candidates)
+
+        monkeypatch.setattr(kernels, "unusable", lambda *args, reason=reason: reason)
+        cache = BlendedCache([case.caches, other.caches], 0.3, Spy())
+        run(model, torch.cat([case.ids, other.ids]), cache)
+        assert cache.report.kernels == ("Triton" if reason is None else "torch and SDPA (for comparison)")
+    for ours, theirs in zip(found["kernels"], found["torch"], strict=True):
+        for layer, attention in theirs.attention.items():
+            torch.testing.assert_close(ours.attention[layer], attention, atol=1e-4, rtol=1e-4)
+
+
+def test_selector_that_asks_and_compares(model, compare):
+    model = model("mistral", layers=3)
+    case = make_case(model, LENGTHS, question=QUESTION, seed=2)
+    selector = get_selector("attention*hkvd-v^0.5")
+    compare(model, case.ids, lambda: BlendedCache(case.caches, selector=selector, check_layers={1: 0.6, 2: 0.3}))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

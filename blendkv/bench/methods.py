@@ -238,7 +238,7 @@ class Blend(CacheMethod):
 
     def flop_limit(self, shape: flops.ModelShape, case: Case) -> float:
         """See `flops.flop_limit`."""
-        static = self.selector.needs == "spans"
+        static = "deviation" not in self.selector.needs
         return flops.flop_limit(shape, case.tokens, len(case.question), self.kept, static=static)
 
     def charged_budget(self, case: Case, report: BlendReport | None) -> float:

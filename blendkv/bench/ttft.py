@@ -251,7 +251,7 @@ def _peak(case: Case, method: Method) -> Peak | None:
     if blend is None and not isinstance(method, Full):
         return None
     ratio = blend.kept if blend else 0.0
-    static = blend is not None and ratio < 1 and (blend.selector.needs == "spans" or not ratio)
+    static = blend is not None and ratio < 1 and ("deviation" not in blend.selector.needs or not ratio)
     peak = expected_peak(
         case.model.config,
         tokens=case.tokens,

@@ -1,42 +1,75 @@
-"""Selectors: which chunk tokens to recompute. One family a file, registered by name."""
+"""Selectors: which chunk tokens to recompute. One family a file, registered by name, put together by name too."""
 
 from __future__ import annotations
 
 from importlib.metadata import entry_points
 
+from blendkv.selectors.attention import Attention
 from blendkv.selectors.base import Candidates, Selector
+from blendkv.selectors.combined import PerChunk, Product, Union, Window
 from blendkv.selectors.deviation import HKVD
-from blendkv.selectors.static import All, Boundary, Nothing, Random
+from blendkv.selectors.names import parse
+from blendkv.selectors.static import All, Boundary, Every, Nothing, Random
+from blendkv.selectors.stored import Stored
 
-__all__ = ["HKVD", "All", "Boundary", "Candidates", "Nothing", "Random", "Selector", "get_selector", "selector_names"]
+__all__ = [
+    "HKVD",
+    "All",
+    "Attention",
+    "Boundary",
+    "Candidates",
+    "Every",
+    "Nothing",
+    "PerChunk",
+    "Product",
+    "Random",
+    "Selector",
+    "Stored",
+    "Union",
+    "Window",
+    "get_selector",
+    "selector_names",
+]
 
 _SELECTORS: dict[str, type[Selector]] = {
+    "attention": Attention,
     "hkvd": HKVD,
     "boundary": Boundary,
+    "every": Every,
     "random": Random,
+    "stored": Stored,
     "all": All,
     "none": Nothing,
 }
 
 
 def selector_names() -> list[str]:
-    """Names that `get_selector` knows, those of installed plug-ins (entry point group `blendkv.selectors`) included."""
+    """Families that `get_selector` knows, with those of installed plug-ins (entry point group `blendkv.selectors`)."""
     return sorted({*_SELECTORS, *(e.name for e in entry_points(group="blendkv.selectors"))})
 
 
 def get_selector(selector: str | Selector) -> Selector:
-    """The selector of that name with its defaults, or the selector itself.
+    """The selector of a name, or the selector itself.
+
+    A name is a family (`hkvd`), with an argument after a hyphen if it takes one (`hkvd-v`, `attention-last8`), or
+    several put together: `attention*hkvd-v^0.5` multiplies scores, `20%boundary+attention` shares the budget,
+    `attention@per-chunk` spreads it over chunks, `attention@window5` smooths (docs/guides/selectors.md).
 
     Raises:
-        ValueError: for an unknown name.
+        ValueError: for an unknown name, or one that cannot be read.
     """
-    if isinstance(selector, Selector):
-        return selector
-    if selector in _SELECTORS:
-        return _SELECTORS[selector]()
-    plugin = next((e for e in entry_points(group="blendkv.selectors") if e.name == selector), None)
-    if plugin is None:
-        raise ValueError(
-            f"unknown selector {selector!r}; choose one of {', '.join(selector_names())} or pass a Selector"
-        )
-    return plugin.load()()
+    return selector if isinstance(selector, Selector) else parse(selector, _of_family)
+
+
+def _of_family(name: str) -> Selector:
+    """The selector of a family's name and what follows it; a family may have hyphens in its own name."""
+    plugins = {e.name: e for e in entry_points(group="blendkv.selectors")}
+    parts = name.split("-")
+    for count in range(len(parts), 0, -1):
+        family, argument = "-".join(parts[:count]), "-".join(parts[count:])
+        if family in _SELECTORS:
+            return _SELECTORS[family].parse(argument)
+        if family in plugins:
+            kind = plugins[family].load()
+            return kind.parse(argument) if argument else kind()
+    raise ValueError(f"unknown selector {name!r}; choose one of {', '.join(selector_names())} or pass a Selector")

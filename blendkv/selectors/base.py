@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, Self
 
+import torch
 from torch import Tensor
+
+Need = Literal["deviation", "question"]
 
 
 @dataclass(frozen=True)
@@ -19,8 +23,14 @@ class Candidates:
         offset: `[N]` index of the token within its span.
         length: `[N]` number of tokens of its span.
         k_deviation: `[N]` fp32 squared distance between the recomputed and the stored key, summed over heads and
-            dims, at the layer where the selector asked for it; None for selectors that need only spans.
+            dims, at the layer where the selector asked for it; None for selectors that do not compare.
         v_deviation: the same for values.
+        attention: for each layer that the selector asked for, `[N]` fp32 attention that the question pays to each token
+            over reused keys, summed over its rows and over heads; empty for selectors that do not ask.
+        scores: by name `[N]` fp32 what was stored with the chunks; NaN for tokens of chunks without.
+        exact: `[N]` True where what is stored is what the model would compute (a chunk that stands where it was
+            computed, after the same tokens), or None if that is not known. The blend recomputes such tokens last,
+            whatever their score.
     """
 
     rows: Tensor
@@ -29,22 +39,46 @@ class Candidates:
     length: Tensor
     k_deviation: Tensor | None = None
     v_deviation: Tensor | None = None
+    attention: Mapping[int, Tensor] = field(default_factory=dict)
+    scores: Mapping[str, Tensor] = field(default_factory=dict)
+    exact: Tensor | None = None
 
 
 class Selector(ABC):
     """Ranks candidates; the blend recomputes the best `ratio * N` of them. Subclass and write `score`.
 
     Attributes:
-        needs: "spans" if positions are enough (rows are known before the first layer, which is then narrowed too),
-            "deviation" if `k_deviation` and `v_deviation` at the check layer are wanted (every layer before it runs
-            for all rows).
-        sources: which of the two, "kv" or only "k" or "v"; the other stays None.
+        needs: what must be computed before tokens can be ranked. Empty: positions (and stored scores) are enough, rows
+            are known before anything is loaded. "question": a question pass, over the stored keys of all layers up to
+            the last of `layers`; rows are known before the first layer. "deviation": `k_deviation` and `v_deviation`
+            at the check layer; every layer before it runs for all rows.
+        sources: which deviation, "kv" or only "k" or "v"; the other stays None.
+        layers: in which the question's attention is kept; None for all.
+        last: how many of the question's last rows count in it; None for all.
+        stored: names of the scores wanted from the chunks.
+        weighs: whether scores are at least 0 and in proportion to how much a token matters, so that a product makes
+            sense; otherwise they only say what comes first.
         ratio: overrides the cache's `recompute_ratio` and schedule if not None.
     """
 
-    needs: ClassVar[Literal["spans", "deviation"]] = "spans"
+    needs: Collection[Need] = ()
     sources: str = "kv"
+    layers: Sequence[int] | None = None
+    last: int | None = None
+    stored: Collection[str] = ()
+    weighs: bool = False
     ratio: ClassVar[float | None] = None
+
+    @classmethod
+    def parse(cls, argument: str) -> Self:
+        """The selector of a name such as `every-8`, from what follows the family's name and a hyphen.
+
+        Raises:
+            ValueError: for an argument that it does not know.
+        """
+        if argument:
+            raise ValueError(f"{cls.__name__.lower()}-{argument}: this selector takes nothing after its name")
+        return cls()
 
     @abstractmethod
     def score(self, candidates: Candidates) -> Tensor:
@@ -52,5 +86,16 @@ class Selector(ABC):
 
     @property
     def name(self) -> str:
-        """Name for reports."""
+        """Name for reports; `get_selector` should make the same selector of it."""
         return type(self).__name__.lower()
+
+
+def best_first(scores: Tensor) -> Tensor:
+    """`[N]` indices, highest score first; ties, and NaN as the lowest, in order."""
+    return torch.sort(scores.nan_to_num(nan=-torch.inf), descending=True, stable=True).indices
+
+
+def ranks(scores: Tensor) -> Tensor:
+    """`[N]` fp32 place of each score, 0 for the highest."""
+    order = best_first(scores)
+    return torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device)).float()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal, Self, cast
 
 import torch
 from torch import Tensor
@@ -20,13 +20,20 @@ class HKVD(Selector):
     """
 
     source: Literal["k", "v", "kv"] = "k"
-    needs: ClassVar[Literal["spans", "deviation"]] = "deviation"
+
+    needs = ("deviation",)
+    weighs = True
 
     def __post_init__(self) -> None:
         """Refuses unknown sources."""
         if self.source not in ("k", "v", "kv"):
             raise ValueError(f"source={self.source!r}: choose 'k', 'v' or 'kv'")
         self.sources = self.source
+
+    @classmethod
+    def parse(cls, argument: str) -> Self:
+        """`hkvd-v`: the source."""
+        return cls(cast("Literal['k', 'v', 'kv']", argument or "k"))
 
     @property
     def name(self) -> str:
@@ -35,7 +42,8 @@ class HKVD(Selector):
 
     def score(self, candidates: Candidates) -> Tensor:
         """Deviation of the chosen source."""
-        wanted = [d for d in (candidates.k_deviation, candidates.v_deviation) if d is not None]
+        both = {"k": candidates.k_deviation, "v": candidates.v_deviation}
+        wanted = [d for d in (both[source] for source in self.source) if d is not None]
         if len(wanted) != len(self.source):
             raise ValueError(f"HKVD with source={self.source!r} was not given the deviations it needs")
         if len(wanted) == 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -24,6 +24,36 @@ class Boundary(Selector):
 
 
 @dataclass
+class Every(Selector):
+    """Every n-th token of a chunk, from its first; then the tokens after those, and so on.
+
+    Args:
+        n: distance in tokens; about the reciprocal of the ratio.
+    """
+
+    n: int = 8
+
+    def __post_init__(self) -> None:
+        """Refuses distances below one token."""
+        if self.n < 1:
+            raise ValueError(f"n={self.n}: give a distance of at least 1 token")
+
+    @classmethod
+    def parse(cls, argument: str) -> Self:
+        """`every-8`."""
+        return cls(_whole("every", argument)) if argument else cls()
+
+    @property
+    def name(self) -> str:
+        """`every-8`."""
+        return f"every-{self.n}"
+
+    def score(self, candidates: Candidates) -> Tensor:
+        """Nearer to the last multiple of n is better."""
+        return -(candidates.offset % self.n).float()
+
+
+@dataclass
 class Random(Selector):
     """A uniform draw, the control that every other selector must beat.
 
@@ -32,6 +62,16 @@ class Random(Selector):
     """
 
     seed: int = 0
+
+    @classmethod
+    def parse(cls, argument: str) -> Self:
+        """`random-7`: the seed."""
+        return cls(_whole("random", argument)) if argument else cls()
+
+    @property
+    def name(self) -> str:
+        """`random`, with its seed if that is not 0."""
+        return f"random-{self.seed}" if self.seed else "random"
 
     def score(self, candidates: Candidates) -> Tensor:
         """Seeded uniform scores, drawn on the CPU so that they do not depend on the device."""
@@ -60,3 +100,9 @@ class Nothing(All):
     def name(self) -> str:
         """Registered as `none`."""
         return "none"
+
+
+def _whole(family: str, argument: str) -> int:
+    if not argument.isdecimal():
+        raise ValueError(f"{family}-{argument}: a whole number goes after {family!r} and a hyphen")
+    return int(argument)
