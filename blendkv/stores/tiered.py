@@ -363,6 +363,10 @@ class TieredStore:
 
     def _demoter(self, farther: Writer) -> Callable[[str, bytes], None]:
         def demote(key: str, data: bytes) -> None:
+            try:  # a good copy may be there: only what is good takes its place
+                self._checked(key, data, torch.device("cpu")).verify()
+            except ChunkFileError:
+                return
             if farther.put(key, data):
                 with self._lock:
                     self.stats.demoted += 1

@@ -129,6 +129,20 @@ def test_a_folder_that_is_full_hands_on(tmp_path, far):
     assert_chunks(fresh.get_many(KEYS))
 
 
+def test_what_was_damaged_in_a_folder_is_not_handed_on(tmp_path, far):
+    size = max(len(encode_chunk(chunk)) for chunk in CHUNKS)
+    tiers = TieredStore(Pool(1), DiskStore(tmp_path, capacity_bytes=2 * size), far, write="back")
+    tiers.put_many(CHUNKS[:2])
+    tiers.flush(5)
+    good = encode_chunk(CHUNKS[1])
+    far.entries = {KEYS[0]: encode_chunk(CHUNKS[0])}
+    path = tmp_path / KEYS[0][:2] / f"{KEYS[0]}.bkv"
+    path.write_bytes(damaged(path.read_bytes(), "flipped"))
+    tiers.put_many(CHUNKS[2:])
+    tiers.flush(5)
+    assert far.entries == {KEYS[0]: encode_chunk(CHUNKS[0]), KEYS[1]: good}
+
+
 def damaged(data: bytes, how: str) -> bytes:
     return {
         "empty": b"",
