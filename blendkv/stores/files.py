@@ -100,7 +100,7 @@ def sweep(name: str, at: int, locks: bool) -> None:
 
 
 def make_folders(path: str, durable: bool = False) -> None:
-    """Makes a folder and those above it; what it makes is for this user only, and outlives a loss of power if durable."""
+    """Makes a folder and those above it, for this user only; if durable, they outlive a loss of power."""
     above, there = os.path.dirname(path), os.path.isdir(path)
     if not there:
         make_folders(above, durable)

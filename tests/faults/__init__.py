@@ -2,7 +2,16 @@
 
 from collections.abc import Callable
 
-from tests.faults import disk_calls, disk_full, kills, remote, sharing, valkey  # noqa: F401  (each registers its rows)
+from tests.faults import (  # noqa: F401  (each registers its rows)
+    disk_calls,
+    disk_full,
+    kills,
+    remote,
+    sharing,
+    simulation,
+    soak,
+    valkey,
+)
 from tests.faults.rows import ROWS, Result
 
 __all__ = ["ROWS", "Result"]

@@ -7,7 +7,7 @@ import pytest
 from tests.faults import ROWS
 from tests.faults.rows import Result
 
-SLOW = {"F01", "F13", "F14", "F17"}
+SLOW = {"F01", "F13", "F14", "F17", "F26", "F30"}
 
 
 @pytest.mark.skipif(os.name != "posix", reason="stores in folders are for POSIX systems")
