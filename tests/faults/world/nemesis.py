@@ -71,6 +71,9 @@ class Nemesis:
         faults.rate = faults.slow = faults.short = faults.flips = 0.0
         for host in world.hosts:
             host.disk.capacity_bytes = ENDLESS
+            root = host.disk.find(FOLDER)
+            for name in [] if root is None else [name for name, node in root.names.items() if node.kind != "dir"]:
+                del root.names[name]  # a power loss may have brought it back
             for process in host.processes:
                 process.kill_at = 0
 
@@ -174,8 +177,8 @@ class Nemesis:
         else:
             del root.names[name]
             if how in ("file", "link"):
-                root.names[name] = Node(how)
-                self.world.later(0.5, lambda: root.names.pop(name, None) if root.names.get(name) else None)
+                planted = root.names[name] = Node(how)
+                self.world.later(0.5, lambda: root.names.pop(name) if root.names.get(name) is planted else None)
 
     def _calls(self) -> None:
         faults, random = self.world.system_faults, self._random
