@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
@@ -210,7 +210,8 @@ class TieredStore:
         self.pool.delete(key)
         for writer in self._writers:
             writer.drop(key)
-            writer.store.delete(key)
+            with suppress(Exception):  # a plug-in's, for ours never raise
+                writer.store.delete(key)
 
     def clear(self) -> None:
         """Forgets every chunk in memory that is written."""
@@ -297,7 +298,8 @@ class TieredStore:
             return
         with self._lock:
             self.stats.damaged[store.url] += 1
-        getattr(store, "quarantine", store.delete)(key)
+        with suppress(Exception):  # a plug-in's, for ours never raise
+            getattr(store, "quarantine", store.delete)(key)
 
     # -- writing ----------------------------------------------------------------------------------------------------
 

@@ -198,6 +198,19 @@ def test_stores_that_raise_and_refuse_cost_nothing(near, far):
     assert not TieredStore(near).put(CHUNKS[0])
 
 
+def test_a_store_that_cannot_delete_costs_nothing(far):
+    class Stubborn(DictStore):
+        def delete(self, key):
+            raise RuntimeError("no")
+
+    near = Stubborn("near")
+    near.entries, far.entries = {KEYS[0]: b"damaged"}, {KEYS[0]: encode_chunk(CHUNKS[0])}
+    tiers = TieredStore(near, far)
+    assert_same(tiers.get(KEYS[0]), CHUNKS[0])
+    tiers.delete(KEYS[0])
+    assert not far.entries
+
+
 def test_the_budget_is_for_all_that_is_not_local(near, far):
     left = []
 

@@ -123,12 +123,17 @@ def no_notice() -> AbstractContextManager[Any]:
 
 
 def no_suppression() -> AbstractContextManager[Any]:
-    """What a folder refuses is told to the caller."""
+    """That the centre does not answer is told to who asks."""
+    get = Region.get
 
-    def put(self: DiskStore, key: str, data: bytes) -> None:
-        self._write(key, data, len(data))
+    def loud(self: Region, name: str, force_latest: bool = False) -> Any:
+        unreachable = self.state.unreachable
+        named = get(self, name, force_latest)
+        if self.state.unreachable > unreachable:
+            raise ConnectionError(name)
+        return named
 
-    return mock.patch.object(DiskStore, "_put", put)
+    return mock.patch.object(Region, "get", loud)
 
 
 def unchecked_demotion() -> AbstractContextManager[Any]:
