@@ -113,6 +113,7 @@ class _Known(NamedTuple):
     named: Named
     as_of: float
     learned: float
+    heard: bool = False
 
 
 @dataclass(frozen=True)
@@ -224,7 +225,7 @@ class Region:
     def _fresh(self, name: str) -> Named | None:
         if name not in self._known:
             return None
-        named, as_of, _ = self._known[name]
+        named, as_of, *_ = self._known[name]
         now = time.monotonic()
         if now - as_of > self._max_age:
             return None
@@ -241,23 +242,27 @@ class Region:
         as_of, since = (following.as_of, following.since) if following is not None else (float("-inf"), 0.0)
         with self._lock:
             self._announced = named.when
-            self._remember(named, as_of, since)
+            self._remember(named, as_of, since, heard=True)
 
     def _keep(self, named: Named, asked: float, mine: bool = False) -> Named:
         with self._lock:
             self._asked += not mine
             return self._remember(named, asked, asked, mine)
 
-    def _remember(self, named: Named, as_of: float, began: float, mine: bool = False) -> Named:
-        """Keeps the newer one. Of two that are told one after the other, the later one is, whatever its version."""
+    def _remember(self, named: Named, as_of: float, began: float, mine: bool = False, heard: bool = False) -> Named:
+        """Keeps the newer one. Of two that are told one after the other, the later one is, whatever its version.
+
+        Of two questions at the same time the higher version is kept; but who asked second is not told what was read
+        before, for the centre may have lost its names in between.
+        """
         old = self._known.get(named.name)
         if old is not None:
             if old.named.version > named.version and old.learned >= began:
-                return old.named
+                return old.named if old.heard or old.as_of >= began else named
             self._avoided += old.named.version != named.version and not mine
             if old.named == named:
                 as_of = max(as_of, old.as_of)
-        self._known[named.name] = _Known(named, as_of, time.monotonic())
+        self._known[named.name] = _Known(named, as_of, time.monotonic(), heard)
         self._known.move_to_end(named.name)
         if len(self._known) > self._max_entries:
             self._known.popitem(last=False)

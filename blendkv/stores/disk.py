@@ -73,12 +73,13 @@ class DiskStore:
         self.url = "file://" + self._root
         self._lock = threading.RLock()
         self._reserved = 0
+        self._kept: dict[str, int] = {}
         self.on_evict: Callable[[str, bytes], None] | None = None
         self._inventory, self._hits = Inventory(self._root), Hits(self._root)
         weakref.finalize(self, self._hits.write, EXIT_SECONDS)
         try:
             if create:
-                make_folders(self._root)
+                make_folders(self._root, durable)
             os.listdir(self._root)
             self._inventory.look()
             if create:
@@ -272,6 +273,7 @@ class DiskStore:
         path, name = place_of(key)
         self._make_folder(path)
         with folder(f"{self._root}/{path}") as at:
+            self._keep_folder(path, at)
             with temporary(key, data, at, self.durable) as written, self._lock:
                 os.rename(written, name, src_dir_fd=at, dst_dir_fd=at)
                 self._inventory.add(f"{path}/{name}", size, time.time_ns())
@@ -287,9 +289,13 @@ class DiskStore:
         """Makes a folder below the root; the root itself is never made again, for it may be a disk that went away."""
         with suppress(FileExistsError):
             os.mkdir(f"{self._root}/{name}", 0o700)
-            if self.durable:
-                with folder(self._root) as at:
-                    os.fsync(at)
+
+    def _keep_folder(self, name: str, at: int) -> None:
+        """A durable entry needs a durable folder, whoever made it."""
+        if self.durable and self._kept.get(name) != (number := os.fstat(at).st_ino):
+            with folder(self._root) as root:
+                os.fsync(root)
+            self._kept[name] = number
 
     def _make_room(self, size: int) -> bool:
         excess = self._inventory.bytes + self._reserved + size - self.capacity_bytes

@@ -107,12 +107,16 @@ def sweep(name: str, at: int, locks: bool) -> None:
             os.close(fd)
 
 
-def make_folders(path: str) -> None:
-    """Makes a folder and those above it; what it makes is for this user only."""
-    if not os.path.isdir(path):
-        make_folders(os.path.dirname(path))
+def make_folders(path: str, durable: bool = False) -> None:
+    """Makes a folder and those above it, for this user only; if durable, they outlive a loss of power."""
+    above, there = os.path.dirname(path), os.path.isdir(path)
+    if not there:
+        make_folders(above, durable)
         with suppress(FileExistsError):
             os.mkdir(path, 0o700)
+    if durable:
+        with suppress(PermissionError), folder(above) as at:  # what may not be read was not made by this user
+            os.fsync(at)
 
 
 class DiskSource:

@@ -51,7 +51,7 @@ class Inventory:
             there = frozenset()
         except OSError:
             return  # what was known is the best guess
-        for name in there | {name for name, names in self._names.items() if names}:
+        for name in sorted(there | {name for name, names in self._names.items() if names}):
             try:
                 changed = os.stat(f"{self._root}/{name}", follow_symlinks=False).st_mtime_ns
             except OSError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
@@ -221,7 +221,8 @@ class TieredStore:
         self.pool.delete(key)
         for writer in self._writers:
             writer.drop(key)
-            writer.store.delete(key)
+            with suppress(Exception):  # a plug-in's, for ours never raise
+                writer.store.delete(key)
 
     def over(self, *stores: Store, profiles: Profiles | None = None) -> TieredStore:
         """The same tiers and settings, with more stores below; to be used instead of this one from then on.
@@ -338,7 +339,8 @@ class TieredStore:
         with self._lock:
             self.stats.damaged[store.url] += 1
             self.stats.reasons[error.reason] += 1
-        getattr(store, "quarantine", store.delete)(key)
+        with suppress(Exception):  # a plug-in's, for ours never raise
+            getattr(store, "quarantine", store.delete)(key)
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
@@ -406,6 +408,10 @@ class TieredStore:
 
     def _demoter(self, farther: Writer) -> Callable[[str, bytes], None]:
         def demote(key: str, data: bytes) -> None:
+            try:  # a good copy may be there: only what is good takes its place
+                self._checked(key, data, torch.device("cpu")).verify()
+            except ChunkFileError:
+                return
             if farther.put(key, data):
                 with self._lock:
                     self.stats.demoted += 1

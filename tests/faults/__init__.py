@@ -12,6 +12,8 @@ from tests.faults import (  # noqa: F401  (each registers its rows)
     privacy,
     remote,
     sharing,
+    simulation,
+    soak,
     swaps,
     tenants,
     valkey,

@@ -7,7 +7,7 @@ import pytest
 from tests.faults import ROWS
 from tests.faults.rows import Result
 
-SLOW = {"F01", "F05", "F06", "F13", "F14", "F17", "F18", "F19", "F21", "F22", "F25", "F32"}
+SLOW = {"F01", "F05", "F06", "F13", "F14", "F17", "F18", "F19", "F21", "F22", "F25", "F26", "F30", "F32"}
 
 
 @pytest.mark.skipif(os.name != "posix", reason="stores in folders are for POSIX systems")

@@ -125,6 +125,34 @@ def test_a_centre_that_lost_its_names_is_believed_when_asked():
     assert region.get("a", force_latest=True).version == 1
 
 
+def test_who_asks_is_not_told_what_another_was_told_before():
+    deaf = Deaf()
+    region = Region(deaf)
+    deaf.write("a", ["k1"])
+    begun, answer = threading.Event(), threading.Event()
+    plain, told = deaf.centre.read, []
+
+    def late(name):
+        named = plain(name)  # before the centre loses its names
+        begun.set()
+        answer.wait(5)
+        return named
+
+    def afterwards(name):
+        answer.set()  # the first answer comes while the second question is on its way
+        first.join(5)
+        return plain(name)
+
+    deaf.centre.read = late
+    first = threading.Thread(target=lambda: told.append(region.get("a", force_latest=True)))
+    first.start()
+    assert begun.wait(5)
+    deaf.centre._names.clear()
+    deaf.centre.read = afterwards
+    assert region.get("a", force_latest=True) is None
+    assert told[0].keys == ("k1",)  # true when it was asked for
+
+
 def test_a_centre_that_does_not_answer_is_a_miss_not_an_old_answer():
     centre = Deaf()
     region = Region(centre, delay=0.02)

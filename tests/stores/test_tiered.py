@@ -131,6 +131,20 @@ def test_a_folder_that_is_full_hands_on(tmp_path, far):
     assert_chunks(fresh.get_many(KEYS))
 
 
+def test_what_was_damaged_in_a_folder_is_not_handed_on(tmp_path, far):
+    size = max(len(encode_chunk(chunk)) for chunk in CHUNKS)
+    tiers = TieredStore(Pool(1), DiskStore(tmp_path, capacity_bytes=2 * size), far, write="back")
+    tiers.put_many(CHUNKS[:2])
+    tiers.flush(5)
+    good = encode_chunk(CHUNKS[1])
+    far.entries = {KEYS[0]: encode_chunk(CHUNKS[0])}
+    path = tmp_path / KEYS[0][:2] / f"{KEYS[0]}.bkv"
+    path.write_bytes(damaged(path.read_bytes(), "flipped"))
+    tiers.put_many(CHUNKS[2:])
+    tiers.flush(5)
+    assert far.entries == {KEYS[0]: encode_chunk(CHUNKS[0]), KEYS[1]: good}
+
+
 def damaged(data: bytes, how: str) -> bytes:
     return {
         "empty": b"",
@@ -184,6 +198,19 @@ def test_stores_that_raise_and_refuse_cost_nothing(near, far):
     assert not TieredStore(near).put(CHUNKS[0])
     near.raises, near.refuses = None, True
     assert not TieredStore(near).put(CHUNKS[0])
+
+
+def test_a_store_that_cannot_delete_costs_nothing(far):
+    class Stubborn(DictStore):
+        def delete(self, key):
+            raise RuntimeError("no")
+
+    near = Stubborn("near")
+    near.entries, far.entries = {KEYS[0]: b"damaged"}, {KEYS[0]: encode_chunk(CHUNKS[0])}
+    tiers = TieredStore(near, far)
+    assert_same(tiers.get(KEYS[0]), CHUNKS[0])
+    tiers.delete(KEYS[0])
+    assert not far.entries
 
 
 def test_the_budget_is_for_all_that_is_not_local(near, far):
