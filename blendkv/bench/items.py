@@ -17,10 +17,11 @@ from blendkv.bench.forcing import STEPS, compare
 from blendkv.bench.laying import Cell, lay_out
 from blendkv.bench.mapping import MAPPING, Mapped, map_chunks, reduce_first
 from blendkv.bench.measure import token_f1
-from blendkv.bench.methods import Case, forward
+from blendkv.bench.methods import Blend, Case, forward
 from blendkv.bench.records import Example
 from blendkv.bench.scores import rouge_l
 from blendkv.bench.settings import Setting
+from blendkv.scoring import add_scores
 
 ANSWER_TOKENS = {"qa": 32, "summary": 128, "dialogue": 128}
 """Most tokens of an answer, by style."""
@@ -59,8 +60,11 @@ class Examiner:
         Chunks are computed once, and full recompute's answer; every other setting is then one prompt and one forward of
         forced tokens, and of its own answer only what differs from the forced one is generated.
         """
-        limit = self.max_new_tokens or ANSWER_TOKENS[example.style]
+        limit, settings = self.max_new_tokens or ANSWER_TOKENS[example.style], list(settings)
         case = lay_out(self.model, self.tokenizer, example, cell)
+        if stored := {name for s in settings if isinstance(s.how, Blend) for name in s.how.selector.stored}:
+            chunks = add_scores(self.model, case.chunks, sorted(stored), self.tokenizer)
+            case = replace(case, chunks=tuple(chunks))
         teacher = _Teacher.of(self, case, cell, limit)
         mapped: tuple[Mapped, float] | None = None
         for setting in settings:
