@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Literal, Self
+from typing import Any, Literal, Self
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -65,13 +67,15 @@ class TieredStore:
         codec: how chunks are encoded for the stores; None or "raw" loses nothing. A pool with a codec of its own keeps
             the very bytes of the stores.
         write: when stores are written. "through": before `put_many` returns. "behind": by a thread for each store, from
-            a queue of bounded size. "back": when memory gives a chunk up, then when the nearer store does, and on
-            `flush`. None: through to local stores, behind to others.
+            a queue of bounded size. "back": when memory gives a chunk up, then when the nearer store does or refuses
+            it, on `flush`, and when the process ends. None: through to local stores, behind to others.
         secret: of a tenant, 16 to 64 bytes: files are sealed with it, only files that it sealed are read, and keys are
             those that `chunk_key(secret=...)` makes.
         key_id: of the secret, up to 16 bytes, in the head of each file.
         profiles: where profiles of codecs are found (`ChunkFile`); None: where `blendkv profile` puts them.
         queue_bytes: most bytes that wait to be written, for each store; what does not fit is dropped and counted.
+            Writing back drops only what a prompt would have to wait for: `flush`, and memory above a local store,
+            write it at once.
 
     Attributes:
         pool: the memory.
@@ -108,10 +112,12 @@ class TieredStore:
         self._dirty: dict[str, bytes | None] = {}
         self._lock = threading.Lock()
         if write == "back":
-            self.pool.on_evict = self._demote
+            self.pool.on_evict = _both(self.pool.on_evict, self._demote)
             for nearer, farther in zip(self._writable, self._writable[1:], strict=False):
+                nearer.on_refused = self._demoter(farther)
                 if hasattr(nearer.store, "on_evict"):
                     setattr(nearer.store, "on_evict", self._demoter(farther))  # noqa: B010
+            _BACK.add(self)
 
     # -- what a library asks ----------------------------------------------------------------------------------------
 
@@ -126,7 +132,9 @@ class TieredStore:
         said = self._coding.notes(instead="not kept in stores")
         for writer in self._writers:
             if writer.dropped:
-                said.append(f"{writer.dropped} puts into {writer.store.url} were dropped, because too many wait")
+                said.append(
+                    f"{writer.dropped} puts into {writer.store.url} were dropped: more bytes waited than queue_bytes"
+                )
         if self.stats.unreadable:
             why = ", ".join(f"{count} for {reason}" for reason, count in self.stats.unreadable.items())
             said.append(f"entries of stores that could not be read here, and were computed instead: {why}")
@@ -185,6 +193,9 @@ class TieredStore:
         files = [self._coding.encode(chunk) if wanted else None for chunk in chunks]
         kept = []
         for chunk, data in zip(self._as_read(chunks, files), files, strict=True):
+            if self.write == "back" and data is not None:
+                with self._lock:  # before memory has it, which may give it up at once
+                    self._dirty[chunk.key] = data if self._coding.lossy else None
             there = self._remember(chunk.key, chunk, data)
             kept.append((chunk, self._write(chunk.key, data, there, budget) if self._writable else there))
         return kept
@@ -230,6 +241,7 @@ class TieredStore:
             *stores: farther than those that there are.
             profiles: where profiles are found from then on; None: where they are found now.
         """
+        self.flush()  # what only memory has is known here alone
         return TieredStore(
             self.pool,
             *self.stores,
@@ -252,7 +264,7 @@ class TieredStore:
         with self._lock:
             dirty = dict(self._dirty)
         for key, data in dirty.items():
-            self._write_back(key, data, self.pool.peek(key))
+            self._write_back(key, data, self.pool.peek(key), wait=True)
         done = [writer.flush(timeout) for writer in self._writers]
         return all(done)
 
@@ -366,9 +378,10 @@ class TieredStore:
         if data is None:
             return False
         if self.write == "back" and in_memory:
-            with self._lock:
-                self._dirty[key] = data if self._coding.lossy else None
             return True
+        if self.write == "back":
+            with self._lock:
+                self._dirty.pop(key, None)
         writers = self._writable[:1] if self.write == "back" else self._writable
         kept = [self._write_to(writer, key, data, budget) for writer in writers]
         return any(kept)
@@ -376,7 +389,7 @@ class TieredStore:
     def _write_to(self, writer: Writer, key: str, data: bytes, budget: Budget | None) -> bool:
         local = getattr(writer.store, "local", False)
         if not (self.write == "through" or (self.write is None and local)):
-            return writer.put(key, data)
+            return writer.put(key, data, drop=not (local and self.write == "back"))
         with nullcontext() if local or budget is None else budget.spend():
             return writer.put_now(key, data)
 
@@ -396,21 +409,54 @@ class TieredStore:
             self.stats.demoted += 1
         self._write_back(key, data, entry)
 
-    def _write_back(self, key: str, data: bytes | None, entry: ChunkCache | Encoded | None) -> None:
-        if data is None and isinstance(entry, ChunkCache):
+    def _write_back(self, key: str, data: bytes | None, entry: ChunkCache | Encoded | None, wait: bool = False) -> None:
+        if data is None and entry is None:
+            return  # memory is just giving it up, and will tell
+        if isinstance(entry, ChunkCache) and data is None:
             data = self._coding.encode(entry)
+        elif isinstance(entry, Encoded) and data is None:
+            data = _bytes_of(entry)
         if data is not None and self._writable:
-            self._writable[0].put(key, data)
+            nearest = self._writable[0]
+            nearest.put(key, data, drop=not (wait or getattr(nearest.store, "local", False)))
         with self._lock:
             self._dirty.pop(key, None)
 
     def _demoter(self, farther: Writer) -> Callable[[str, bytes], None]:
         def demote(key: str, data: bytes) -> None:
-            if farther.put(key, data):
+            if farther.put(key, data, drop=not getattr(farther.store, "local", False)):
                 with self._lock:
                     self.stats.demoted += 1
 
         return demote
+
+
+_BACK: WeakSet[TieredStore] = WeakSet()
+"""Those that write back, and may have what nobody has written."""
+
+
+@atexit.register
+def _flush_all() -> None:
+    """The process ends: what only memory has is queued, and `writing` waits for the queues."""
+    for tiers in list(_BACK):
+        tiers.flush(0.0)
+
+
+def _both(first: Callable[..., None] | None, second: Callable[..., None]) -> Callable[..., None]:
+    """One call for two who want to know."""
+    if first is None:
+        return second
+
+    def call(*args: Any) -> None:
+        first(*args)
+        second(*args)
+
+    return call
+
+
+def _bytes_of(entry: Encoded) -> bytes:
+    tensor = entry.file.tensor
+    return b"" if tensor is None else tensor.cpu().numpy().tobytes()
 
 
 def _check(stores: Sequence[Store], write: str | None, secret: bytes | None) -> None:
