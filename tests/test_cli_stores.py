@@ -282,6 +282,7 @@ def test_inspect_wants_one_entry(run, folder):
         (["--older-than", "60h"], [2, 3, 4]),
         (["--older-than", "30d"], []),
         (["--model", "aa"], [0, 1, 2]),
+        (["--model", "AA"], [0, 1, 2]),
         (["--namespace", "news"], [1, 3]),
         (["--namespace", ""], [0, 2, 4]),
         (["--model", "aa", "--namespace", "news"], [1]),
@@ -317,7 +318,9 @@ def test_evict_to_a_size_takes_the_least_recently_used(run, folder, chunks):
     assert [row["key"] for row in told["removed"]] == [chunks[2].key]
 
 
-@pytest.mark.parametrize("criteria", [[], ["--dry-run"], ["--all", "--to", "1G"], ["abcdef", "--all"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "criteria", [[], ["--dry-run"], ["--all", "--to", "1G"], ["abcdef", "--all"], ["--model", ""]], ids=" ".join
+)
 def test_evict_without_a_criterion_is_an_error(run, folder, criteria):
     result = run("evict", "--store", folder, *criteria)
     assert (result.exit_code, result.stdout) == (2, "")
