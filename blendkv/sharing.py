@@ -22,6 +22,7 @@ from blendkv.hub import PROFILES, located, push
 from blendkv.layout import texts_of
 from blendkv.manifest import NAME, Manifest, name_of, settings_json, settings_of
 from blendkv.stores import DiskStore, Pool, SavedStore, TieredStore, open_chunks
+from blendkv.stores.urls import shown
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
@@ -41,6 +42,10 @@ def save(
     codec: str | Codec | None = None,
 ) -> Manifest:
     """Writes chunks of a library, their profiles, and then `library.json` (`ChunkLibrary.save_pretrained`)."""
+    if "://" in os.fspath(folder):
+        raise StoreError(
+            f"{shown(os.fspath(folder))}: give the path of a folder; push_to_hub takes the id of a repository"
+        )
     gatherer = _gatherer(library, None if codec is None else get_codec(codec))
     texts = None if documents is None else list(texts_of(documents))
     target = DiskStore(folder, capacity_bytes=_NO_CAP)

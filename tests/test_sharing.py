@@ -537,3 +537,11 @@ def test_a_card_says_how_to_load(model, tmp_path):
     assert "\nbase_model: meta-llama/Llama-3.1-8B\n---\n" in text
     assert 'from_pretrained("someone/tower", model, tokenizer, repo_type="model", secret=secret)' in text
     assert "sealed" in text
+
+
+@pytest.mark.parametrize("folder", ["file:///tmp/library", "s3://bucket/library", ""])
+def test_only_a_folder_is_saved_into(model, tmp_path, monkeypatch, folder):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StoreError, match=r"give (the path of )?a folder"):
+        library(model).save_pretrained(folder, DOCUMENTS)
+    assert not list(tmp_path.iterdir())

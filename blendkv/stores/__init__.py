@@ -76,6 +76,9 @@ def open_store(url: str, **options: Any) -> Store:
             cannot be reached or refuses.
     """
     url = str(url)
+    first, colon, rest = url.partition(":")
+    if colon and not rest.startswith("//") and first.lower() in {"memory", *store_schemes()}:
+        raise StoreError(f"{shown(url)}: a URL has two slashes, {first}://...; a folder of that name is ./{first}:...")
     scheme = url.partition("://")[0].lower() if "://" in url else "file"
     if scheme == "memory":
         raise StoreError(

@@ -12,7 +12,7 @@ import pytest
 from blendkv.chunkfile import ChunkFile, encode_chunk
 from blendkv.contract import bytes_for, key_for
 from blendkv.errors import BlendError, StoreError
-from blendkv.stores import DiskStore, deadline, open_store
+from blendkv.stores import DiskStore, SavedStore, deadline, open_store
 from tests.chunks import assert_same, make_chunk
 from tests.faults.systems import system
 
