@@ -29,6 +29,7 @@ from blendkv.stores.writing import DEFAULT_QUEUE_BYTES, EXIT_SECONDS, Writer
 Write = Literal["through", "behind", "back"]
 _NOT_DAMAGED = frozenset({"codec", "profile", "version", "layer0"})
 """Reasons for which a file cannot be read here that say nothing against it."""
+_LACKING = "; give what they were coded with, codec=get_codec(..., profile=...) or TieredStore(profiles=...)"
 
 
 @dataclass
@@ -137,7 +138,10 @@ class TieredStore:
                 )
         if self.stats.unreadable:
             why = ", ".join(f"{count} for {reason}" for reason, count in self.stats.unreadable.items())
-            said.append(f"entries of stores that could not be read here, and were computed instead: {why}")
+            said.append(
+                f"entries of stores that could not be read here, and were computed instead: {why}"
+                + (_LACKING if self.stats.unreadable["profile"] else "")
+            )
         if self.stats.damaged:
             where = ", ".join(f"{count} in {url}" for url, count in self.stats.damaged.items())
             said.append(
