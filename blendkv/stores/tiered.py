@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -18,6 +19,7 @@ from torch import Tensor
 from blendkv.chunk import ChunkCache
 from blendkv.chunkfile import ChunkFile
 from blendkv.codecs import Codec, Profile, Profiles, get_codec, load_profile
+from blendkv.container.seals import check_secret
 from blendkv.errors import ChunkFileError
 from blendkv.expanding import by_kernels
 from blendkv.stores.base import Store
@@ -235,7 +237,7 @@ class TieredStore:
             self._dirty.pop(key, None)
         self.pool.delete(key)
         for writer in self._writers:
-            writer.drop(key)
+            writer.drop(key, wait=True)
             writer.store.delete(key)
 
     def over(self, *stores: Store, profiles: Profiles | None = None) -> TieredStore:
@@ -269,7 +271,8 @@ class TieredStore:
             dirty = dict(self._dirty)
         for key, data in dirty.items():
             self._write_back(key, data, self.pool.peek(key), wait=True)
-        done = [writer.flush(timeout) for writer in self._writers]
+        end = None if timeout is None else time.monotonic() + timeout
+        done = [writer.flush(None if end is None else max(0.0, end - time.monotonic())) for writer in self._writers]
         return all(done)
 
     def close(self) -> None:
@@ -473,5 +476,4 @@ def _check(stores: Sequence[Store], write: str | None, secret: bytes | None) -> 
             raise ValueError(f"{store!r} is no store; the pool, if any, comes first, then stores")
     if write not in (None, "through", "behind", "back"):
         raise ValueError(f"write={write!r}: choose 'through', 'behind', 'back', or None")
-    if secret is not None and not 16 <= len(secret) <= 64:
-        raise ValueError(f"a secret of {len(secret)} bytes: take 16 to 64 random ones, as of secrets.token_bytes(32)")
+    check_secret(secret)

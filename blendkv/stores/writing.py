@@ -41,6 +41,7 @@ class Writer:
         self.on_refused: Callable[[str, bytes], None] | None = None
         self._waiting: OrderedDict[str, bytes] = OrderedDict()
         self._bytes = 0
+        self._busy: str | None = None
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         _WRITERS.add(self)
@@ -96,11 +97,18 @@ class Writer:
         if not kept and self.on_refused is not None:
             self.on_refused(key, data)
 
-    def drop(self, key: str) -> None:
-        """Forgets what waits to be written under a key."""
+    def drop(self, key: str, wait: bool = False) -> None:
+        """Forgets what waits to be written under a key.
+
+        Args:
+            key: of the entry.
+            wait: until it is not being written either.
+        """
         with self._changed:
             self._bytes -= len(self._waiting.pop(key, b""))
             self._changed.notify_all()
+            if wait:
+                self._changed.wait_for(lambda: self._busy != key)
 
     def keys(self) -> list[str]:
         """Keys of what waits."""
@@ -136,6 +144,7 @@ class Writer:
                     self._thread = None
                     return
                 key, data = next(iter(self._waiting.items()))
+                self._busy = key
             kept = False
             try:
                 kept = self.store.put(key, data)
@@ -143,6 +152,7 @@ class Writer:
                 self.error = error
             self._tell(key, data, kept)  # before anybody takes it for written
             with self._changed:
+                self._busy = None
                 self.written += kept
                 self.failed += not kept
                 if self._waiting.get(key) is data:
@@ -153,7 +163,7 @@ class Writer:
     def forked(self) -> None:
         """In a child of this process: the parent writes what waits, and whoever held the lock is not here."""
         self._changed, self._thread = threading.Condition(), None
-        self._waiting, self._bytes = OrderedDict(), 0
+        self._waiting, self._bytes, self._busy = OrderedDict(), 0, None
 
 
 def _forked() -> None:

@@ -416,3 +416,28 @@ tiers.put(make_chunk())
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert [path.stem for path in tmp_path.rglob("*.bkv")] == [make_chunk().key]
+
+
+def test_what_is_deleted_while_it_is_written_does_not_come_back(near):
+    near.waits = 0.2
+    tiers = TieredStore(near, write="behind")
+    tiers.put(CHUNKS[0])
+    while "put" not in near.calls:
+        time.sleep(0.001)
+    tiers.delete(KEYS[0])
+    time.sleep(0.3)
+    assert not near.entries
+
+
+def test_flushing_several_stores_takes_no_longer_than_was_said():
+    stores = [DictStore(name) for name in "abc"]
+    for store in stores:
+        store.open.clear()
+    tiers = TieredStore(*stores)
+    tiers.put(CHUNKS[0])
+    begin = time.monotonic()
+    assert not tiers.flush(0.3)
+    assert time.monotonic() - begin < 0.6
+    for store in stores:
+        store.open.set()
+    assert tiers.flush(5)
