@@ -430,3 +430,18 @@ def test_wrong_usage_is_exit_code_2(run, arguments):
     result = run(*arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "Traceback" not in result.stderr
+
+
+# -- terminals --------------------------------------------------------------------------------------------------------
+
+
+def test_what_others_wrote_moves_no_cursor(run, tmp_path):
+    store = DiskStore(tmp_path)
+    chunk = make_chunk(namespace="a\x1b]0;title\x07\x9b31m\tü 日", text="\x1b[2Jthe text\nof it")
+    store.put(chunk.key, encode_chunk(chunk))
+    for arguments in (["ls", tmp_path], ["inspect", chunk.key, "--store", tmp_path, "--text"]):
+        told = run(*arguments).stdout
+        assert "ü 日" in told
+        assert not [c for c in told if (c < " " and c != "\n") or "\x7f" <= c < "\xa0"]
+    assert "the text" in told
+    assert only_json(run("ls", tmp_path, "--json"))["entries"][0]["namespace"] == chunk.namespace
