@@ -9,12 +9,14 @@ import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
+from unicodedata import category
 
 import typer
 
 DEBUG = "BLENDKV_DEBUG"
 WIDTH = 120
 """Of tables that do not go to a terminal."""
+_NOT_SHOWN = ("Cc", "Cs")
 
 
 @contextmanager
@@ -31,7 +33,7 @@ def work(as_json: bool) -> Generator[None]:
         message = " ".join(str(error).split()) or type(error).__name__
         if not isinstance(error, BlendError | OSError | ImportError | ValueError):
             message = f"{type(error).__name__}: {message} ({DEBUG}=1 shows where)"
-        typer.echo(f"blendkv: {message}", err=True)
+        typer.echo(f"blendkv: {printable(message)}", err=True)
         raise typer.Exit(1) from None
 
 
@@ -61,10 +63,15 @@ def print_table(
         text = i == 0 or name in wrap
         table.add_column(name, justify="left" if text else "right", no_wrap=name not in wrap, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     if title:
         console.print(Text(title, style="bold"))
     console.print(table)
+
+
+def printable(text: str) -> str:
+    """A text without what moves the cursor or colours a terminal: files of others may hold anything."""
+    return "".join(c.encode("unicode_escape").decode() if category(c) in _NOT_SHOWN and c != "\n" else c for c in text)
 
 
 def _finite(value: Any) -> Any:

@@ -97,6 +97,8 @@ def evict(
     if everything == any(given):
         hint = "--all takes no other criterion" if everything else "say what may go"
         raise typer.BadParameter(f"{hint}: KEY, --older-than, --to, --model, --namespace, or --all")
+    if model == "":
+        raise typer.BadParameter("no digits: every model's begins with those", param_hint="--model")
     with work(as_json):
         from blendkv.stores import upkeep
 
@@ -107,7 +109,7 @@ def evict(
             entries = [entry for entry in entries if entry.key in wanted]
         if model is not None or namespace is not None:
             listed = _listed(opened, entries, heads=True)
-            entries = [one.entry for one in listed if upkeep.belongs(one, model, namespace)]
+            entries = [one.entry for one in listed if upkeep.belongs(one, model and model.lower(), namespace)]
         chosen = upkeep.victims(entries, unused_since=since, to_bytes=left)
         if since is not None and (unknown := sum(entry.last_used is None for entry in entries)):
             typer.echo(f"blendkv: of {_count(unknown)} the store does not know the last use: they stay", err=True)

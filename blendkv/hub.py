@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from blendkv._version import __version__
+from blendkv.codecs.profile import PROFILES
 from blendkv.errors import StoreError
 from blendkv.manifest import NAME, Manifest
 from blendkv.stores.keys import place_of
@@ -15,8 +16,6 @@ from blendkv.stores.keys import place_of
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
 
-PROFILES = "profiles"
-"""The folder of profiles in that of a library."""
 _CARD = """---
 library_name: blendkv
 tags:

@@ -19,6 +19,7 @@ from blendkv.cache import BlendedCache, Chunk
 from blendkv.chunk import ChunkCache, MissingChunk, chunk_key, tokenizer_fingerprint
 from blendkv.codecs import Codec
 from blendkv.container.format import MAX_NAME_BYTES
+from blendkv.container.seals import check_secret
 from blendkv.errors import ChunkMissError
 from blendkv.facts import ModelFacts
 from blendkv.guard import Guard
@@ -130,6 +131,7 @@ class ChunkLibrary:
             "reserve": reserve,
         }
         BlendedCache((), **self.options)  # refuses bad options now, not at the first prompt
+        check_secret(secret)
         self.tokenizer = tokenizer
         self.pool = open_chunks(store, capacity_bytes, codec, secret)
         self.secret = secret if secret is not None else getattr(self.pool, "secret", None)
@@ -375,9 +377,11 @@ class ChunkLibrary:
             with self._lock:  # one prefill at a time: what another thread has just computed is not computed again
                 self._fill(lacking, have, facts, report, budget)
         if strict and report.put_failures:
+            words = sorted({word for faults in report.store_faults.values() for word in faults})
+            why = "; ".join([*words, *getattr(self.pool, "notes", ())])
             raise ChunkMissError(
-                f"{report.put_failures} chunks could not be stored: give the store more room than the chunks of a "
-                "prompt take (capacity_bytes), see its stats, or use strict=False"
+                f"{report.put_failures} chunks could not be stored{f' ({why})' if why else ''}: give the store more "
+                "room than the chunks of a prompt take (capacity_bytes), see its stats, or use strict=False"
             )
         # two contents under one key, as only a broken hash makes them: the second is asked for by itself
         others = [piece for piece, is_mine in zip(wanted, mine, strict=True) if not is_mine]

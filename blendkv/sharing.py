@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from blendkv.attaching import attach, attachment_of
 from blendkv.chunk import tokenizer_fingerprint
 from blendkv.codecs import Codec, Profile, Profiles, codec_class, dtype_name, get_codec, load_profile
-from blendkv.codecs.profile import read_profile
+from blendkv.codecs.profile import PROFILES, profile_in
 from blendkv.container import ContainerReader
 from blendkv.errors import ChunkFileError, StoreError
 from blendkv.gathering import Entry, Gatherer, find_profile
-from blendkv.hub import PROFILES, located, push
+from blendkv.hub import located, push
 from blendkv.layout import texts_of
 from blendkv.manifest import NAME, Manifest, name_of, settings_json, settings_of
 from blendkv.stores import DiskStore, Pool, SavedStore, TieredStore, open_chunks
+from blendkv.stores.urls import shown
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
@@ -41,6 +42,10 @@ def save(
     codec: str | Codec | None = None,
 ) -> Manifest:
     """Writes chunks of a library, their profiles, and then `library.json` (`ChunkLibrary.save_pretrained`)."""
+    if "://" in os.fspath(folder):
+        raise StoreError(
+            f"{shown(os.fspath(folder))}: give the path of a folder; push_to_hub takes the id of a repository"
+        )
     gatherer = _gatherer(library, None if codec is None else get_codec(codec))
     texts = None if documents is None else list(texts_of(documents))
     target = DiskStore(folder, capacity_bytes=_NO_CAP)
@@ -142,7 +147,7 @@ def _write(target: DiskStore, root: Path, entry: Entry) -> None:
     """The profile of a file, if it has one, then the file."""
     if entry.profile is not None:
         path = root / PROFILES / f"{entry.profile.hash}.safetensors"
-        if _read(path, entry.profile.hash) is None:
+        if profile_in(path.parent, entry.profile.hash) is None:
             entry.profile.save(path)
     if not target.put(entry.key, entry.data):
         why = ", ".join(target.stats.faults)
@@ -217,15 +222,7 @@ def _require_secret(called: str, saved: SavedStore, manifest: Manifest, secret: 
 
 def _profiles(folder: Path) -> Callable[[str], Profile | None]:
     """Profiles that were saved along, each read once."""
-    return cache(lambda wanted: _read(folder / PROFILES / f"{wanted}.safetensors", wanted))
-
-
-def _read(path: Path, wanted: str) -> Profile | None:
-    try:
-        profile = read_profile(path)
-    except (OSError, ValueError):  # damaged, or not there
-        return None
-    return profile if profile.hash == wanted else None
+    return cache(lambda wanted: profile_in(folder / PROFILES, wanted))
 
 
 def _over(

@@ -282,6 +282,7 @@ def test_inspect_wants_one_entry(run, folder):
         (["--older-than", "60h"], [2, 3, 4]),
         (["--older-than", "30d"], []),
         (["--model", "aa"], [0, 1, 2]),
+        (["--model", "AA"], [0, 1, 2]),
         (["--namespace", "news"], [1, 3]),
         (["--namespace", ""], [0, 2, 4]),
         (["--model", "aa", "--namespace", "news"], [1]),
@@ -317,7 +318,9 @@ def test_evict_to_a_size_takes_the_least_recently_used(run, folder, chunks):
     assert [row["key"] for row in told["removed"]] == [chunks[2].key]
 
 
-@pytest.mark.parametrize("criteria", [[], ["--dry-run"], ["--all", "--to", "1G"], ["abcdef", "--all"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "criteria", [[], ["--dry-run"], ["--all", "--to", "1G"], ["abcdef", "--all"], ["--model", ""]], ids=" ".join
+)
 def test_evict_without_a_criterion_is_an_error(run, folder, criteria):
     result = run("evict", "--store", folder, *criteria)
     assert (result.exit_code, result.stdout) == (2, "")
@@ -427,3 +430,18 @@ def test_wrong_usage_is_exit_code_2(run, arguments):
     result = run(*arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "Traceback" not in result.stderr
+
+
+# -- terminals --------------------------------------------------------------------------------------------------------
+
+
+def test_what_others_wrote_moves_no_cursor(run, tmp_path):
+    store = DiskStore(tmp_path)
+    chunk = make_chunk(namespace="a\x1b]0;title\x07\x9b31m\tü 日", text="\x1b[2Jthe text\nof it")
+    store.put(chunk.key, encode_chunk(chunk))
+    for arguments in (["ls", tmp_path], ["inspect", chunk.key, "--store", tmp_path, "--text"]):
+        told = run(*arguments).stdout
+        assert "ü 日" in told
+        assert not [c for c in told if (c < " " and c != "\n") or "\x7f" <= c < "\xa0"]
+    assert "the text" in told
+    assert only_json(run("ls", tmp_path, "--json"))["entries"][0]["namespace"] == chunk.namespace

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from blendkv import BlendedCache, ChunkLibrary, ChunkMissError, Pool, _compat
+from blendkv import BlendedCache, ChunkLibrary, ChunkMissError, Pool, TieredStore, _compat, open_store
 from blendkv.layout import encode
 from blendkv.testing import byte_tokenizer, tiny_model
 from tests.helpers import full
+from tests.stores.dicts import DictStore
 
 DOCUMENTS = ["The tower is 61 m high.", "It was built in 1923. The architect was M. Ilg.", "Ünïcode — 漢字 🙂."]
 QUESTION = "How high is the tower?"
@@ -268,9 +269,16 @@ def test_options(library):
         ({"store": 7}, "is no store"),
         ({"deadline_s": -1.0}, "deadline_s"),
         ({"condition": "bos"}, "BOS"),
+        ({"secret": b""}, "16 to 64"),
+        ({"secret": b"short"}, "16 to 64"),
+        ({"secret": bytes(65)}, "16 to 64"),
+        ({"secret": "sixteen letters."}, "bytes"),
+        ({"secret": "sixteen letters.", "store": "folder"}, "bytes"),
     ],
 )
-def test_bad_options(library, options, match):
+def test_bad_options(library, options, match, tmp_path):
+    if options.get("store") == "folder":
+        options = options | {"store": tmp_path}
     with pytest.raises(ValueError, match=match):
         library(**options)
 
@@ -328,3 +336,12 @@ def test_threads(library):
     for thread in threads:
         thread.join()
     assert not failures
+
+
+def test_strict_says_why_a_chunk_was_not_stored(library, tmp_path):
+    store = open_store(tmp_path / "chunks", capacity_bytes=10)
+    with pytest.raises(ChunkMissError, match=r"could not be stored \(capacity\)"):
+        library(store=store, strict=True)(DOCUMENTS, "q")
+    far = DictStore("far")
+    with pytest.raises(ChunkMissError, match="more bytes waited than queue_bytes"):
+        library(store=TieredStore(far, queue_bytes=1), namespace="n", strict=True)(DOCUMENTS, "q")

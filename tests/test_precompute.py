@@ -109,7 +109,7 @@ def library(attached):
 
 
 def test_chunks_are_those_that_the_library_would_compute(library):
-    kv = library(chunk_tokens=40, batch_tokens=128)
+    kv = library(chunk_tokens=40, batch_tokens=64)
     seen = []
     done = precompute(kv, iter(TEXTS), on_batch=seen.append)
     alone = library(chunk_tokens=40).prefill(TEXTS)

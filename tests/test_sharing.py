@@ -537,3 +537,29 @@ def test_a_card_says_how_to_load(model, tmp_path):
     assert "\nbase_model: meta-llama/Llama-3.1-8B\n---\n" in text
     assert 'from_pretrained("someone/tower", model, tokenizer, repo_type="model", secret=secret)' in text
     assert "sealed" in text
+
+
+@pytest.mark.parametrize("folder", ["file:///tmp/library", "s3://bucket/library", ""])
+def test_only_a_folder_is_saved_into(model, tmp_path, monkeypatch, folder):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StoreError, match=r"give (the path of )?a folder"):
+        library(model).save_pretrained(folder, DOCUMENTS)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lossy_library_is_a_store_too(model, tmp_path):
+    codec = get_codec("klt", profile=profile_for(model))
+    library(model).save_pretrained(tmp_path / "library", DOCUMENTS, codec=codec)
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*.bkv")}
+    kv = library(model, tmp_path / "library")
+    assert hits(kv) == tokens()
+    kv.close()
+    assert {path: path.read_bytes() for path in files} == files  # not written again as raw
+    kv = library(model, str(tmp_path / "library"), codec="raw")
+    kv.prefill(DOCUMENTS)
+    assert kv.pool.stats.misses == 0
+    (tmp_path / f"library/profiles/{codec.profile_hash}.safetensors").unlink()
+    kv = library(model, tmp_path / "library")
+    kv.prefill(DOCUMENTS)
+    assert kv.pool.stats.misses == len(DOCUMENTS)
+    assert any("profiles=" in note for note in kv.pool.notes)

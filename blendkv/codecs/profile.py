@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,8 @@ from blendkv._paths import blendkv_home
 from blendkv.codecs.base import LayerShape
 
 VERSION = 1
+PROFILES = "profiles"
+"""The folder of profiles in blendkv's own, and in that of a saved library."""
 _KEY = "blendkv_profile"
 FAR_OUTSIDE = (
     "keys or values are far outside what the profile was made of: is it a profile of this model? codec='raw' stores "
@@ -121,7 +123,7 @@ class Profile:
 
 def profile_folder() -> Path:
     """Where profiles lie by their hash; it may not exist yet."""
-    return blendkv_home() / "profiles"
+    return blendkv_home() / PROFILES
 
 
 def read_profile(path: str | Path) -> Profile:
@@ -175,6 +177,27 @@ def load_profile(name: str | Path) -> Profile | None:
     if profile.hash != name:
         raise ValueError(f"{path} holds profile {profile.hash}: delete it, and make the profile again")
     return profile
+
+
+def profile_in(folder: str | Path, wanted: str) -> Profile | None:
+    """The profile of a hash in a folder of profiles; None if it is not there, or damaged."""
+    try:
+        profile = read_profile(Path(folder) / f"{wanted}.safetensors")
+    except (OSError, ValueError):
+        return None
+    return profile if profile.hash == wanted else None
+
+
+def profiles_near(folder: str | Path) -> Callable[[str], Profile | None]:
+    """Profiles that lie in a folder, as `save_pretrained` puts them, or in `profile_folder()`; each is read once."""
+    found: dict[str, Profile] = {}
+
+    def look(wanted: str) -> Profile | None:
+        if wanted not in found and (profile := profile_in(Path(folder) / PROFILES, wanted) or load_profile(wanted)):
+            found[wanted] = profile
+        return found.get(wanted)
+
+    return look
 
 
 def profile_for(codec: str, given: Profile | str | Path | None) -> Profile:

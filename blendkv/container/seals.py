@@ -44,10 +44,7 @@ class Tag:
     advice = "it was changed, or sealed with another secret; delete the entry, or give the secret of its key id"
 
     def __init__(self, secret: bytes, namespace: str) -> None:
-        if not 16 <= len(secret) <= 64:
-            raise ValueError(
-                f"a secret of {len(secret)} bytes: take 16 to 64 random ones, as of secrets.token_bytes(32)"
-            )
+        check_secret(secret)
         self._key = hashlib.blake2b(namespace.encode(), key=secret, person=b"blendkv mac", digest_size=64).digest()
 
     def segment(self, number: int, payload: Any) -> bytes:
@@ -58,6 +55,18 @@ class Tag:
     def head(self, head: Any) -> bytes:
         """The tag of the head: everything before the tag but the prelude's check."""
         return hashlib.blake2b(head, key=self._key, person=b"head", digest_size=HEAD_TAG_BYTES).digest()
+
+
+def check_secret(secret: bytes | None) -> None:
+    """Refuses what is no secret; None is none.
+
+    Raises:
+        ValueError: for something else than 16 to 64 bytes.
+    """
+    if secret is not None and not isinstance(secret, bytes):
+        raise ValueError(f"a secret that is a {type(secret).__name__}: take bytes, as of secrets.token_bytes(32)")
+    if secret is not None and not 16 <= len(secret) <= 64:
+        raise ValueError(f"a secret of {len(secret)} bytes: take 16 to 64 random ones, as of secrets.token_bytes(32)")
 
 
 def head_check(head: Any) -> int:

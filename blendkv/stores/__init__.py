@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from blendkv.errors import StoreError
 from blendkv.stores.base import Entry, Store, StoreStats
 from blendkv.stores.deadline import Budget, deadline
-from blendkv.stores.urls import shown
+from blendkv.stores.urls import path_of, shown
 
 if TYPE_CHECKING:
     from blendkv.stores.disk import DiskStore
@@ -76,6 +76,9 @@ def open_store(url: str, **options: Any) -> Store:
             cannot be reached or refuses.
     """
     url = str(url)
+    first, colon, rest = url.partition(":")
+    if colon and not rest.startswith("//") and first.lower() in {"memory", *store_schemes()}:
+        raise StoreError(f"{shown(url)}: a URL has two slashes, {first}://...; a folder of that name is ./{first}:...")
     scheme = url.partition("://")[0].lower() if "://" in url else "file"
     if scheme == "memory":
         raise StoreError(
@@ -124,14 +127,17 @@ def open_chunks(
     """
     if isinstance(store, os.PathLike):
         store = os.fspath(store)
+    profiles = None
     if isinstance(store, str) and store != "memory://":
         store = open_store(store)
+        if store.url.startswith("file://"):  # maybe a saved library, with its profiles
+            profiles = import_module("blendkv.codecs.profile").profiles_near(path_of(store.url))
     pool = import_module("blendkv.stores.pool").Pool
     if isinstance(store, str):
         return pool(capacity_bytes, codec=codec)
     if isinstance(store, Store):
         tiered = import_module("blendkv.stores.tiered").TieredStore
-        return tiered(pool(capacity_bytes), store, codec=codec, secret=secret)
+        return tiered(pool(capacity_bytes), store, codec=codec, secret=secret, profiles=profiles)
     if lacking := [name for name in _VERBS if not hasattr(store, name)]:
         raise ValueError(
             f"store={store!r} is no store: it has no {', '.join(lacking)}; give a URL, a Store, a Pool (or a class "

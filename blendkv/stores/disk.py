@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from urllib.parse import unquote, urlsplit
 
 from blendkv.errors import StoreError
 from blendkv.stores.base import Entry, StoreStats
@@ -19,7 +18,7 @@ from blendkv.stores.files import DiskSource, fault_of, folder, make_folders, tem
 from blendkv.stores.hits import EXIT_SECONDS, Hits
 from blendkv.stores.inventory import BAD, Inventory
 from blendkv.stores.keys import is_key, key_of, place_of
-from blendkv.stores.urls import shown
+from blendkv.stores.urls import path_of, url_of
 
 DEFAULT_CAPACITY_BYTES = 64 << 30
 MAX_BAD = 16
@@ -68,9 +67,11 @@ class DiskStore:
         self.capacity_bytes = DEFAULT_CAPACITY_BYTES if capacity_bytes is None else int(capacity_bytes)
         if self.capacity_bytes <= 0:
             raise ValueError(f"capacity_bytes={capacity_bytes}: give a positive number of bytes")
+        if not os.fspath(folder):
+            raise StoreError("the path of the store is empty: give a folder ('.' is the one that you are in)")
         self.durable, self.stats = durable, StoreStats()
         self._root = os.path.realpath(os.path.expanduser(folder))
-        self.url = "file://" + self._root
+        self.url = url_of(self._root)
         self._lock = threading.RLock()
         self._reserved = 0
         self._kept: dict[str, int] = {}
@@ -95,12 +96,10 @@ class DiskStore:
     def from_url(cls, url: str, **options: object) -> DiskStore:
         """The store of a path or a `file://` URL; options are arguments of the class."""
         if "://" in url:
-            parts = urlsplit(url)
-            if parts.netloc not in ("", "localhost"):
-                raise StoreError(
-                    f"{shown(url)}: a file URL has three slashes, file:///folder; another machine's is no file"
-                )
-            url = unquote(parts.path)
+            try:
+                url = path_of(url)
+            except ValueError as error:
+                raise StoreError(str(error)) from error
         return cls(url, **options)  # ty: ignore[invalid-argument-type]
 
     def source(self, key: str) -> DiskSource | None:

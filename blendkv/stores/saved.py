@@ -11,6 +11,7 @@ from blendkv.errors import StoreError
 from blendkv.stores.base import Entry, StoreStats
 from blendkv.stores.files import fault_of, read_range
 from blendkv.stores.keys import is_key, key_of, place_of
+from blendkv.stores.urls import url_of
 
 _FOLDERS = frozenset(f"{number:02x}" for number in range(256))
 
@@ -38,7 +39,7 @@ class SavedStore:
         self._root = os.path.abspath(os.path.expanduser(folder))
         if not os.path.isdir(self._root):
             raise StoreError(f"there is no folder {self._root}: look at the path")
-        self.url, self.stats = "file://" + self._root, StoreStats()
+        self.url, self.stats = url_of(self._root), StoreStats()
         self._bad: set[str] = set()
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes | None:

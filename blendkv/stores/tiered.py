@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Literal, Self
+from typing import Any, Literal, Self
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -16,6 +19,7 @@ from torch import Tensor
 from blendkv.chunk import ChunkCache
 from blendkv.chunkfile import ChunkFile
 from blendkv.codecs import Codec, Profile, Profiles, get_codec, load_profile
+from blendkv.container.seals import check_secret
 from blendkv.errors import ChunkFileError
 from blendkv.expanding import by_kernels
 from blendkv.stores.base import Store
@@ -27,6 +31,7 @@ from blendkv.stores.writing import DEFAULT_QUEUE_BYTES, EXIT_SECONDS, Writer
 Write = Literal["through", "behind", "back"]
 _NOT_DAMAGED = frozenset({"codec", "profile", "version", "layer0"})
 """Reasons for which a file cannot be read here that say nothing against it."""
+_LACKING = "; give what they were coded with, codec=get_codec(..., profile=...) or TieredStore(profiles=...)"
 
 
 @dataclass
@@ -65,13 +70,15 @@ class TieredStore:
         codec: how chunks are encoded for the stores; None or "raw" loses nothing. A pool with a codec of its own keeps
             the very bytes of the stores.
         write: when stores are written. "through": before `put_many` returns. "behind": by a thread for each store, from
-            a queue of bounded size. "back": when memory gives a chunk up, then when the nearer store does, and on
-            `flush`. None: through to local stores, behind to others.
+            a queue of bounded size. "back": when memory gives a chunk up, then when the nearer store does or refuses
+            it, on `flush`, and when the process ends. None: through to local stores, behind to others.
         secret: of a tenant, 16 to 64 bytes: files are sealed with it, only files that it sealed are read, and keys are
             those that `chunk_key(secret=...)` makes.
         key_id: of the secret, up to 16 bytes, in the head of each file.
         profiles: where profiles of codecs are found (`ChunkFile`); None: where `blendkv profile` puts them.
         queue_bytes: most bytes that wait to be written, for each store; what does not fit is dropped and counted.
+            Writing back drops only what a prompt would have to wait for: `flush`, and memory above a local store,
+            write it at once.
 
     Attributes:
         pool: the memory.
@@ -108,10 +115,12 @@ class TieredStore:
         self._dirty: dict[str, bytes | None] = {}
         self._lock = threading.Lock()
         if write == "back":
-            self.pool.on_evict = self._demote
+            self.pool.on_evict = _both(self.pool.on_evict, self._demote)
             for nearer, farther in zip(self._writable, self._writable[1:], strict=False):
+                nearer.on_refused = self._demoter(farther)
                 if hasattr(nearer.store, "on_evict"):
                     setattr(nearer.store, "on_evict", self._demoter(farther))  # noqa: B010
+            _BACK.add(self)
 
     # -- what a library asks ----------------------------------------------------------------------------------------
 
@@ -126,10 +135,15 @@ class TieredStore:
         said = self._coding.notes(instead="not kept in stores")
         for writer in self._writers:
             if writer.dropped:
-                said.append(f"{writer.dropped} puts into {writer.store.url} were dropped, because too many wait")
+                said.append(
+                    f"{writer.dropped} puts into {writer.store.url} were dropped: more bytes waited than queue_bytes"
+                )
         if self.stats.unreadable:
             why = ", ".join(f"{count} for {reason}" for reason, count in self.stats.unreadable.items())
-            said.append(f"entries of stores that could not be read here, and were computed instead: {why}")
+            said.append(
+                f"entries of stores that could not be read here, and were computed instead: {why}"
+                + (_LACKING if self.stats.unreadable["profile"] else "")
+            )
         if self.stats.damaged:
             where = ", ".join(f"{count} in {url}" for url, count in self.stats.damaged.items())
             said.append(
@@ -185,6 +199,9 @@ class TieredStore:
         files = [self._coding.encode(chunk) if wanted else None for chunk in chunks]
         kept = []
         for chunk, data in zip(self._as_read(chunks, files), files, strict=True):
+            if self.write == "back" and data is not None:
+                with self._lock:  # before memory has it, which may give it up at once
+                    self._dirty[chunk.key] = data if self._coding.lossy else None
             there = self._remember(chunk.key, chunk, data)
             kept.append((chunk, self._write(chunk.key, data, there, budget) if self._writable else there))
         return kept
@@ -220,7 +237,7 @@ class TieredStore:
             self._dirty.pop(key, None)
         self.pool.delete(key)
         for writer in self._writers:
-            writer.drop(key)
+            writer.drop(key, wait=True)
             with suppress(Exception):  # a plug-in's, for ours never raise
                 writer.store.delete(key)
 
@@ -231,6 +248,7 @@ class TieredStore:
             *stores: farther than those that there are.
             profiles: where profiles are found from then on; None: where they are found now.
         """
+        self.flush()  # what only memory has is known here alone
         return TieredStore(
             self.pool,
             *self.stores,
@@ -253,8 +271,9 @@ class TieredStore:
         with self._lock:
             dirty = dict(self._dirty)
         for key, data in dirty.items():
-            self._write_back(key, data, self.pool.peek(key))
-        done = [writer.flush(timeout) for writer in self._writers]
+            self._write_back(key, data, self.pool.peek(key), wait=True)
+        end = None if timeout is None else time.monotonic() + timeout
+        done = [writer.flush(None if end is None else max(0.0, end - time.monotonic())) for writer in self._writers]
         return all(done)
 
     def close(self) -> None:
@@ -368,9 +387,10 @@ class TieredStore:
         if data is None:
             return False
         if self.write == "back" and in_memory:
-            with self._lock:
-                self._dirty[key] = data if self._coding.lossy else None
             return True
+        if self.write == "back":
+            with self._lock:
+                self._dirty.pop(key, None)
         writers = self._writable[:1] if self.write == "back" else self._writable
         kept = [self._write_to(writer, key, data, budget) for writer in writers]
         return any(kept)
@@ -378,7 +398,7 @@ class TieredStore:
     def _write_to(self, writer: Writer, key: str, data: bytes, budget: Budget | None) -> bool:
         local = getattr(writer.store, "local", False)
         if not (self.write == "through" or (self.write is None and local)):
-            return writer.put(key, data)
+            return writer.put(key, data, drop=not (local and self.write == "back"))
         with nullcontext() if local or budget is None else budget.spend():
             return writer.put_now(key, data)
 
@@ -398,11 +418,16 @@ class TieredStore:
             self.stats.demoted += 1
         self._write_back(key, data, entry)
 
-    def _write_back(self, key: str, data: bytes | None, entry: ChunkCache | Encoded | None) -> None:
-        if data is None and isinstance(entry, ChunkCache):
+    def _write_back(self, key: str, data: bytes | None, entry: ChunkCache | Encoded | None, wait: bool = False) -> None:
+        if data is None and entry is None:
+            return  # memory is just giving it up, and will tell
+        if isinstance(entry, ChunkCache) and data is None:
             data = self._coding.encode(entry)
+        elif isinstance(entry, Encoded) and data is None:
+            data = _bytes_of(entry)
         if data is not None and self._writable:
-            self._writable[0].put(key, data)
+            nearest = self._writable[0]
+            nearest.put(key, data, drop=not (wait or getattr(nearest.store, "local", False)))
         with self._lock:
             self._dirty.pop(key, None)
 
@@ -412,11 +437,39 @@ class TieredStore:
                 self._checked(key, data, torch.device("cpu")).verify()
             except ChunkFileError:
                 return
-            if farther.put(key, data):
+            if farther.put(key, data, drop=not getattr(farther.store, "local", False)):
                 with self._lock:
                     self.stats.demoted += 1
 
         return demote
+
+
+_BACK: WeakSet[TieredStore] = WeakSet()
+"""Those that write back, and may have what nobody has written."""
+
+
+@atexit.register
+def _flush_all() -> None:
+    """The process ends: what only memory has is queued, and `writing` waits for the queues."""
+    for tiers in list(_BACK):
+        tiers.flush(0.0)
+
+
+def _both(first: Callable[..., None] | None, second: Callable[..., None]) -> Callable[..., None]:
+    """One call for two who want to know."""
+    if first is None:
+        return second
+
+    def call(*args: Any) -> None:
+        first(*args)
+        second(*args)
+
+    return call
+
+
+def _bytes_of(entry: Encoded) -> bytes:
+    tensor = entry.file.tensor
+    return b"" if tensor is None else tensor.cpu().numpy().tobytes()
 
 
 def _check(stores: Sequence[Store], write: str | None, secret: bytes | None) -> None:
@@ -429,5 +482,4 @@ def _check(stores: Sequence[Store], write: str | None, secret: bytes | None) -> 
             raise ValueError(f"{store!r} is no store; the pool, if any, comes first, then stores")
     if write not in (None, "through", "behind", "back"):
         raise ValueError(f"write={write!r}: choose 'through', 'behind', 'back', or None")
-    if secret is not None and not 16 <= len(secret) <= 64:
-        raise ValueError(f"a secret of {len(secret)} bytes: take 16 to 64 random ones, as of secrets.token_bytes(32)")
+    check_secret(secret)

@@ -12,7 +12,7 @@ import pytest
 from blendkv.chunkfile import ChunkFile, encode_chunk
 from blendkv.contract import bytes_for, key_for
 from blendkv.errors import BlendError, StoreError
-from blendkv.stores import DiskStore, deadline, open_store
+from blendkv.stores import DiskStore, SavedStore, deadline, open_store
 from tests.chunks import assert_same, make_chunk
 from tests.faults.systems import system
 
@@ -329,3 +329,42 @@ def test_bytes_of_entries_are_those_of_their_keys(tmp_path):
     again = DiskStore(tmp_path)
     assert all(again.get(key_for(name)) == bytes_for(name) for name in range(50))
     assert (again.stats.hits, again.stats.misses, +again.stats.faults) == (50, 0, {})
+
+
+@pytest.mark.parametrize("name", ["a#b", "a?b", "50%25", "ü 日", "line\nbreak", "a;b"])
+@pytest.mark.parametrize("kind", [DiskStore, SavedStore])
+def test_the_url_of_a_folder_opens_it_again(tmp_path, name, kind):
+    (tmp_path / name).mkdir()
+    store = kind(tmp_path / name)
+    DiskStore(tmp_path / name).put(key_for(1), b"data")
+    assert open_store(store.url, create=False).get(key_for(1)) == b"data"
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("", "give a folder"),
+        ("s3:/bucket/folder", "two slashes"),
+        ("redis:", "two slashes"),
+        ("FILE:/tmp/chunks", "two slashes"),
+        ("memory:", "two slashes"),
+        ("file:///chunks#1", "%23"),
+        ("file:///chunks?1", "%3F"),
+    ],
+)
+def test_what_is_hardly_a_folder_is_refused_and_none_is_made(tmp_path, monkeypatch, url, words):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StoreError, match=words):
+        open_store(url)
+    assert not list(tmp_path.iterdir())
+    if not url:
+        with pytest.raises(StoreError, match=words):
+            DiskStore(url)
+
+
+def test_a_folder_may_be_called_nearly_anything(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("./s3:", "a:b", "c:", "x:/y"):
+        open_store(name)
+        assert (tmp_path / name / "00").is_dir()

@@ -1,6 +1,8 @@
 """Chunks in memory over stores of bytes."""
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -334,3 +336,135 @@ def test_an_entry_that_is_refused_leaves_nothing_behind(near):
         gc.set_debug(before)
     assert not kept
     assert tiers.stats.reasons == {"header": 1, "truncated": 1, "checksum": 1}
+
+
+class Packed(Raw):
+    """Loses nothing, and is not raw."""
+
+    name = "packed"
+
+
+def test_writing_back_loses_nothing_to_a_short_queue(near, far):
+    far.waits = 0.05
+    files = [encode_chunk(chunk) for chunk in CHUNKS]
+    tiers = TieredStore(near, far, write="back", queue_bytes=len(files[0]))
+    tiers.put_many(CHUNKS)
+    tiers.close()
+    assert set(near.entries) == set(KEYS)
+    small = TieredStore(Pool(CHUNKS[3].nbytes), far, write="back", queue_bytes=1)
+    small.put_many(CHUNKS)
+    small.close()
+    assert KEYS[3] in far.entries  # what is still in memory; for what prompts evict nobody waits
+    assert small._writers[0].dropped == 3
+
+
+def test_memory_that_evicts_into_a_folder_writes_what_the_queue_has_no_room_for(tmp_path):
+    disk = DiskStore(tmp_path)
+    tiers = TieredStore(Pool(CHUNKS[3].nbytes), disk, write="back", queue_bytes=1)
+    tiers.put_many(CHUNKS)
+    tiers.close()
+    assert set(disk.keys()) == set(KEYS)
+    assert not tiers.notes
+
+
+def test_what_the_near_store_refuses_goes_to_the_next(tmp_path, far):
+    disk = DiskStore(tmp_path, capacity_bytes=10)
+    with TieredStore(disk, far, write="back") as tiers:
+        tiers.put_many(CHUNKS)
+    assert set(far.entries) == set(KEYS)
+
+
+@pytest.mark.parametrize("evicts", [False, True])
+def test_writing_back_keeps_the_bytes_of_a_codec_that_loses_nothing(near, evicts):
+    codec = Packed()
+    room = len(encode_chunk(CHUNKS[3], codec)) if evicts else None
+    with TieredStore(Pool(room, codec=codec), near, write="back") as tiers:
+        tiers.put_many(CHUNKS)
+    assert set(near.entries) == set(KEYS)
+
+
+def test_a_chunk_that_memory_gives_up_at_once_is_written(near):
+    class Hurried(Pool):
+        """Another thread's chunk comes in before the first one's put returns."""
+
+        def put(self, chunk):
+            kept = super().put(chunk)
+            super().put(make_chunk(tokens=30, seed=99))
+            return kept
+
+    with TieredStore(Hurried(make_chunk(tokens=30).nbytes), near, write="back") as tiers:
+        assert tiers.put(CHUNKS[0])
+    assert KEYS[0] in near.entries
+
+
+def test_flushing_leaves_what_is_just_given_up_to_who_gives_it_up(near):
+    tiers = TieredStore(near, write="back")
+    tiers.put(CHUNKS[0])
+    entry = tiers.pool.peek(KEYS[0])
+    tiers.pool.delete(KEYS[0])  # as an eviction does, before it tells
+    tiers.flush()
+    tiers._demote(KEYS[0], entry)
+    tiers.flush()
+    assert KEYS[0] in near.entries
+
+
+def test_stores_below_others_take_over_what_is_not_written(near, far):
+    far.read_only = True
+    tiers = TieredStore(near, write="back")
+    tiers.put_many(CHUNKS)
+    with tiers.over(far) as over:
+        assert over.pool is tiers.pool
+    assert set(near.entries) == set(KEYS)
+
+
+def test_one_memory_over_two_stores_hands_on_to_both(near, far):
+    told = []
+    pool = Pool(CHUNKS[3].nbytes)
+    pool.on_evict = lambda key, entry: told.append(key)
+    one, two = TieredStore(pool, near, write="back"), TieredStore(pool, far, write="back")
+    one.put(CHUNKS[0])
+    two.put(CHUNKS[1])
+    one.put(CHUNKS[2])
+    one.close()
+    two.close()
+    assert set(near.entries) == {KEYS[0], KEYS[2]}
+    assert set(far.entries) == {KEYS[1]}
+    assert told == KEYS[:2]
+
+
+def test_a_process_that_ends_writes_back(tmp_path):
+    code = f"""
+from blendkv import Pool, TieredStore
+from blendkv.stores import DiskStore
+from tests.chunks import make_chunk
+
+tiers = TieredStore(Pool(), DiskStore({str(tmp_path)!r}), write="back")
+tiers.put(make_chunk())
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert [path.stem for path in tmp_path.rglob("*.bkv")] == [make_chunk().key]
+
+
+def test_what_is_deleted_while_it_is_written_does_not_come_back(near):
+    near.waits = 0.2
+    tiers = TieredStore(near, write="behind")
+    tiers.put(CHUNKS[0])
+    while "put" not in near.calls:
+        time.sleep(0.001)
+    tiers.delete(KEYS[0])
+    time.sleep(0.3)
+    assert not near.entries
+
+
+def test_flushing_several_stores_takes_no_longer_than_was_said():
+    stores = [DictStore(name) for name in "abc"]
+    for store in stores:
+        store.open.clear()
+    tiers = TieredStore(*stores)
+    tiers.put(CHUNKS[0])
+    begin = time.monotonic()
+    assert not tiers.flush(0.3)
+    assert time.monotonic() - begin < 0.6
+    for store in stores:
+        store.open.set()
+    assert tiers.flush(5)

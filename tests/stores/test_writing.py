@@ -1,9 +1,12 @@
 """Puts that nobody waits for."""
 
+import os
 import subprocess
 import sys
 import threading
 import time
+
+import pytest
 
 from blendkv.contract import key_for
 from blendkv.stores.writing import Writer
@@ -95,6 +98,8 @@ def test_many_threads_lose_nothing():
 def test_a_process_that_ends_writes_first(tmp_path):
     code = f"""
 import time
+import pytest
+
 from blendkv.contract import key_for
 from blendkv.stores import DiskStore
 from blendkv.stores.writing import Writer
@@ -110,3 +115,26 @@ for i in range(10):
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert len(list(tmp_path.rglob("*.bkv"))) == 10
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_process_that_was_forked_leaves_the_queue_to_its_parent():
+    store = DictStore()
+    store.open.clear()
+    writer = Writer(store)
+    writer.put(A, b"a")
+    with writer._changed:  # as the thread holds it now and then
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if writer.flush(2) and not len(writer) else 1)
+    end = time.monotonic() + 10
+    while (done := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < end:
+        time.sleep(0.02)
+    if done[0] == 0:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    assert done == (child, 0)
+    store.open.set()
+    assert writer.flush(5)
+    assert store.entries == {A: b"a"}
