@@ -14,7 +14,7 @@ from unicodedata import category
 import typer
 
 DEBUG = "BLENDKV_DEBUG"
-WIDTH = 120
+WIDTH = 160
 """Of tables that do not go to a terminal."""
 _NOT_SHOWN = ("Cc", "Cs")
 
