@@ -221,8 +221,9 @@ class Blend:
             elif budget < len(candidates):
                 at = candidates if before is None else torch.searchsorted(before[b], candidates)
                 view = self._candidates(b, candidates, [None if d is None else d[b, at] for d in deviation])
-                scores = self.cache.selector.score(view)
-                order = best_first(scores if view.exact is None else torch.where(view.exact, -torch.inf, scores))
+                order = best_first(self.cache.selector.score(view))
+                if view.exact is not None:  # last, in the selector's order
+                    order = order[torch.sort(view.exact[order].int(), stable=True).indices]
                 candidates = candidates[order[:budget]].sort().values
             kept.append(candidates)
             computed += budget

@@ -206,7 +206,8 @@ def test_a_lossy_codec_brings_its_profile(model, tmp_path, held, monkeypatch):
         decode_chunk(encode_chunk(chunk, codec), profiles=codec.profile) for chunk in library(model).prefill(DOCUMENTS)
     ]
     other = load(tmp_path / "library", model)
-    assert not (Path(os.environ["BLENDKV_HOME"]) / "profiles").exists()  # nowhere but in the folder
+    here = Path(os.environ["BLENDKV_HOME"]) / "profiles" / f"{codec.profile_hash}.safetensors"
+    assert not here.exists()  # nowhere but in the folder
     for a, b in zip(want, other.prefill(DOCUMENTS), strict=True):
         assert_same(a, b)
     assert other.pool.stats.misses == 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tests.faults import ROWS
+from tests.faults.plan import ROWS
 from tests.faults.simulation import simulate
 
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tests.faults import ROWS
+from tests.faults.plan import ROWS
 from tests.faults.rows import Result
 
 SLOW = {"F01", "F05", "F06", "F13", "F14", "F17", "F18", "F19", "F21", "F22", "F25", "F26", "F30", "F32"}

@@ -1,4 +1,4 @@
-"""What stands in for `os`, `fcntl` and `FileIO` in the modules of the disk store."""
+"""What stands in for `os` and `fcntl` in the modules of the disk store."""
 
 from __future__ import annotations
 
@@ -257,9 +257,3 @@ class Calls:
         if opened.node.lock not in (None, opened):
             raise fail("EAGAIN")
         opened.node.lock = opened
-
-    def file(self, fd: int, mode: str) -> Any:
-        """`FileIO`."""
-        if self._open(fd).node.kind == "dir":
-            raise fail("EISDIR")
-        return SimpleNamespace(fileno=lambda: fd, close=lambda: self.close(fd))

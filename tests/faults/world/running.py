@@ -186,7 +186,6 @@ def installed(world: World) -> Generator[None]:
         "time": ((disk, files, inventory, deadline, breaker, patience, writing, catalog), time),
         "threading": ((disk, breaker, patience, writing, catalog, pool, tiered, coding), threading),
         "fcntl": ((files,), locks),
-        "FileIO": ((files,), calls.file),
         "token_hex": ((files, remote), lambda size: f"{random.randrange(1 << 8 * size):0{2 * size}x}"),
         "Future": ((patience,), _Futures(scheduler)),
         "Breaker": ((remote,), partial(breaker.Breaker, clock=time.monotonic)),
@@ -194,6 +193,9 @@ def installed(world: World) -> Generator[None]:
         "_WRITERS": ((writing,), WeakSet()),
     }
     with ExitStack() as stack:
+        stack.enter_context(
+            mock.patch.object(files.DiskSource, "__del__", lambda source: None)
+        )  # the dead close nothing
         for name, (modules, value) in places.items():
             for module in modules:
                 stack.enter_context(mock.patch.object(module, name, value))
