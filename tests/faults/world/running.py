@@ -193,9 +193,7 @@ def installed(world: World) -> Generator[None]:
         "_WRITERS": ((writing,), WeakSet()),
     }
     with ExitStack() as stack:
-        stack.enter_context(
-            mock.patch.object(files.DiskSource, "__del__", lambda source: None)
-        )  # the dead close nothing
+        stack.enter_context(mock.patch.object(files.DiskSource, "__del__", _nothing))  # the dead close nothing
         for name, (modules, value) in places.items():
             for module in modules:
                 stack.enter_context(mock.patch.object(module, name, value))
@@ -213,3 +211,7 @@ class _Futures:
 
     def __getitem__(self, of: object) -> _Futures:
         return self
+
+
+def _nothing(source: files.DiskSource) -> None:
+    """In place of `__del__`."""
