@@ -8,6 +8,7 @@ import torch
 
 from blendkv import BlendedCache, ChunkLibrary, ChunkMissError, Pool, TieredStore, _compat, open_store
 from blendkv.layout import encode
+from blendkv.stores import DiskStore
 from blendkv.testing import byte_tokenizer, tiny_model
 from tests.helpers import full
 from tests.stores.dicts import DictStore
@@ -345,3 +346,21 @@ def test_strict_says_why_a_chunk_was_not_stored(library, tmp_path):
     far = DictStore("far")
     with pytest.raises(ChunkMissError, match="more bytes waited than queue_bytes"):
         library(store=TieredStore(far, queue_bytes=1), namespace="n", strict=True)(DOCUMENTS, "q")
+
+
+def test_a_tenants_secret(library, tmp_path):
+    """Keys cannot be guessed without it, files cannot be read without it, and who has it finds everything."""
+    first = library(store=tmp_path / "s", secret=bytes(16))
+    first(DOCUMENTS, QUESTION)
+    first.close()
+    kept = set(DiskStore(tmp_path / "s").keys())
+    assert len(kept) == 4
+    assert set(first.keys(DOCUMENTS)) < kept
+    assert not kept & set(library().keys(DOCUMENTS))
+    own = library(store=tmp_path / "s", secret=bytes(16))(DOCUMENTS, QUESTION).report
+    assert own.prefilled_tokens == 0
+    assert list(own.loaded) == [DiskStore(tmp_path / "s").url]
+    for other in ({"secret": b"1" * 16}, {}):
+        report = library(store=tmp_path / "s", **other)(DOCUMENTS, QUESTION).report
+        assert not report.loaded
+        assert report.prefilled_tokens > 0
