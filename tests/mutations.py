@@ -204,8 +204,8 @@ MUTATIONS = (
     Mutation(
         "a model's fingerprint is not compared",
         "facts.py",
-        'if chunk.fingerprint != self.fingerprint:\n            return "fingerprint"\n',
-        "",
+        "if chunk.fingerprint != self.fingerprint:",
+        "if False:",
         "tests/cases/test_d27.py tests/test_library.py",
     ),
 )

@@ -41,6 +41,14 @@ def test_unrotate_inverts_rotate(pairing, position, n, rest, scale, seed):
     assert torch.equal(turned[..., 2 * n :], keys[..., 2 * n :])  # partial rotary: the rest stays
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_half_precision_is_turned_in_fp32_and_rounded_once(pairing, dtype):
+    keys = torch.randn(1, 2, 50, 20, generator=torch.Generator().manual_seed(0)).to(dtype)
+    rotation, angles = Rotation(pairing), angles_at(1234, 8, 50)
+    assert torch.equal(rotation.rotate(keys, angles), rotation.rotate(keys.float(), angles).to(dtype))
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(PAIRINGS), st.integers(0, 5000), st.integers(0, 5000), st.integers(0, 9))
 def test_shifts_compose_and_keep_lengths(pairing, a, b, seed):
