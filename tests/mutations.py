@@ -69,8 +69,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a stored file is not asked for its own key",
-        "stores/tiered.py",
-        "if file.key_with(self.secret) != key:",
+        "stores/opening.py",
+        "if file.key_with(self._secret) != key:",
         "if False:",
         "tests/stores/test_tiered.py",
     ),

@@ -17,11 +17,11 @@ kernels.rows kernels.rans kernels.klt kernels.mass kernels.attention kernels chu
 selectors.base selectors.static selectors.deviation selectors.attention selectors.stored selectors.combined
 selectors.names selectors stores.base stores.deadline stores.keys stores.urls stores.files stores.hits stores.inventory
 stores.disk stores.breaker stores.resp stores.valkey_server stores.valkey_servers stores.valkey_url stores.valkey
-stores.catalog stores.valkey_centre stores.patience stores.remote stores.eviction stores.coding stores.pool
-stores.writing stores.tiered stores.saved stores stores.upkeep stores.checking stores.inspection attention mass cache
-facts plan question buffers waits graphs norms blend decoding attachment hooks learning proof attaching layout pace
-prefilling scoring divergence guard manifest gathering hub sharing pretrained library documents precompute texts trials
-calibrating models contract testing passages bench bench.measure bench.scores bench.intervals bench.records
+stores.catalog stores.valkey_centre stores.patience stores.remote stores.eviction stores.coding stores.opening
+stores.pool stores.writing stores.tiered stores.saved stores stores.upkeep stores.checking stores.inspection attention
+mass cache facts plan question buffers waits graphs norms blend decoding attachment hooks learning proof attaching
+layout pace prefilling scoring divergence guard manifest gathering hub sharing pretrained library documents precompute
+texts trials calibrating models contract testing passages bench bench.measure bench.scores bench.intervals bench.records
 bench.readers bench.synthetic bench.tasks bench.methods bench.shapes bench.prompts bench.gates bench.decode bench.memory
 bench.results bench.stores bench.traces bench.eviction bench.kernels bench.coding bench.loading bench.ttft bench.laying
 bench.answering bench.forcing bench.mapping bench.settings bench.items bench.journal bench.summary bench.codec_table

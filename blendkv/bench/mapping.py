@@ -7,6 +7,7 @@ words, which small models cannot give). Nothing is stored: every forward is insi
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -108,7 +109,7 @@ def reduce_first(case: Case, mapped: Mapped, stops: Stops) -> tuple[DynamicCache
 
 
 @dataclass(frozen=True)
-class _Mapping:
+class _Mapping(ABC):
     """What both methods share.
 
     Args:
@@ -130,9 +131,9 @@ class _Mapping:
 
         return answer
 
+    @abstractmethod
     def finish(self, case: Case, mapped: Mapped, limit: int) -> list[int]:
         """The answer out of those from each chunk."""
-        raise NotImplementedError
 
     def flop_limit(self, shape: flops.ModelShape, case: Case) -> float:
         """Full prefill over the prompts of all chunks; what is generated is not counted."""

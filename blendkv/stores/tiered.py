@@ -6,25 +6,23 @@ import atexit
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 from weakref import WeakSet
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from blendkv.chunk import ChunkCache
 from blendkv.chunkfile import ChunkFile
-from blendkv.codecs import Codec, Profile, Profiles, get_codec, load_profile
+from blendkv.codecs import Codec, Profiles, get_codec
 from blendkv.container.seals import check_secret
 from blendkv.errors import ChunkFileError
-from blendkv.expanding import by_kernels
 from blendkv.stores.base import Store
 from blendkv.stores.coding import Coding, CodingStats
 from blendkv.stores.deadline import Budget
+from blendkv.stores.opening import Opener
 from blendkv.stores.pool import Encoded, Fetched, Pool, decode_at
 from blendkv.stores.writing import DEFAULT_QUEUE_BYTES, EXIT_SECONDS, Writer
 
@@ -108,7 +106,7 @@ class TieredStore:
         self.stats, self.secret, self.write = TieredStats(), secret, write
         self._coding = Coding(codec, self.stats, secret, key_id)
         self.codec = self._coding.codec
-        self._secrets = None if secret is None else {key_id: secret}
+        self._opener = Opener(self.codec, secret, key_id, profiles)
         self.key_id, self.profiles, self._queue_bytes = key_id, profiles, queue_bytes
         self._writers = [Writer(store, queue_bytes) for store in self.stores]
         self._writable = [w for w in self._writers if not getattr(w.store, "read_only", False)]
@@ -308,7 +306,7 @@ class TieredStore:
         wrong: dict[str, ChunkFileError] = {}
         for key, content in data.items():
             try:
-                files[key] = self._checked(key, content, homes[0])
+                files[key] = self._opener.checked(key, content, homes[0])
             except ChunkFileError as error:
                 wrong[key] = error.bare()
         chunks: dict[str, ChunkCache] = {}
@@ -320,35 +318,6 @@ class TieredStore:
         for key, error in wrong.items():
             self._discard(store, key, error)
         return chunks
-
-    def _checked(self, key: str, data: bytes, device: torch.device) -> ChunkFile:
-        file = self._open(data if device.type == "cpu" else torch.from_numpy(np.frombuffer(data, np.uint8).copy()))
-        if file.key_with(self.secret) != key:
-            raise ChunkFileError("the chunk file is that of another key; delete it", reason="key")
-        file.keyed = "" if self.secret is None else key
-        if by_kernels(file, device):  # which compare no checksums
-            file.verify()
-        return file
-
-    def _open(self, source: bytes | Tensor) -> ChunkFile:
-        """A file of our codec, or of whatever other it names."""
-        if self.codec is not None:
-            try:
-                return ChunkFile(source, secret=self._secrets, codec=self.codec)
-            except ChunkFileError as error:
-                if error.reason not in ("codec", "profile"):
-                    raise
-        return ChunkFile(source, secret=self._secrets, profiles=self._profile)
-
-    def _profile(self, wanted: str) -> Profile | None:
-        """The profile of a hash: our codec's, or where others are found."""
-        own = getattr(self.codec, "profile", None)
-        if isinstance(own, Profile) and own.hash == wanted:
-            return own
-        found = load_profile if self.profiles is None else self.profiles
-        if isinstance(found, Profile):
-            return found
-        return found.get(wanted) if isinstance(found, Mapping) else found(wanted)
 
     def _discard(self, store: Store, key: str, error: ChunkFileError) -> None:
         if error.reason in _NOT_DAMAGED or (error.reason == "authentication" and self.secret is None):
@@ -370,7 +339,7 @@ class TieredStore:
         there = [i for i, data in enumerate(files) if data is not None]
         made = list(chunks)
         homes = tuple(k.device for k in chunks[0].keys) if chunks else ()
-        opened = [self._checked(chunks[i].key, files[i] or b"", homes[0]) for i in there]
+        opened = [self._opener.checked(chunks[i].key, files[i] or b"", homes[0]) for i in there]
         for i, chunk in zip(there, decode_at(opened, homes) if opened else (), strict=True):
             if isinstance(chunk, ChunkCache):
                 made[i] = chunk
@@ -380,7 +349,7 @@ class TieredStore:
         """Puts a chunk into memory, as its bytes where the pool keeps bytes."""
         if self.pool.codec is None or data is None:
             return self.pool.put(chunk)
-        return self.pool.put_file(key, data, tuple(k.device for k in chunk.keys), self._open)
+        return self.pool.put_file(key, data, tuple(k.device for k in chunk.keys), self._opener.open)
 
     def _write(self, key: str, data: bytes | None, in_memory: bool, budget: Budget | None) -> bool:
         """Gives the stores a file, or says that they are to be given it; whether one took it."""
@@ -434,7 +403,7 @@ class TieredStore:
     def _demoter(self, farther: Writer) -> Callable[[str, bytes], None]:
         def demote(key: str, data: bytes) -> None:
             try:  # a good copy may be there: only what is good takes its place
-                self._checked(key, data, torch.device("cpu")).verify()
+                self._opener.checked(key, data, torch.device("cpu")).verify()
             except ChunkFileError:
                 return
             if farther.put(key, data, drop=not getattr(farther.store, "local", False)):

@@ -15,6 +15,7 @@ from blendkv.chunk import chunk_key
 from blendkv.codecs.raw import Raw
 from blendkv.errors import ChunkFileError
 from blendkv.stores import Budget, DiskStore, TieredStore
+from blendkv.stores.opening import Opener
 from tests.chunks import assert_same, make_chunk, payload_start
 from tests.fuzz import seal_head
 from tests.stores.dicts import DictStore
@@ -280,7 +281,7 @@ def test_entries_that_need_what_is_not_here_are_left_alone(near, monkeypatch):
     def no_codec(self, source):
         raise ChunkFileError("no such codec", reason="codec")
 
-    monkeypatch.setattr(TieredStore, "_open", no_codec)
+    monkeypatch.setattr(Opener, "open", no_codec)
     tiers = TieredStore(near)
     assert tiers.get_many(KEYS) == [None] * 4
     assert len(near.entries) == 4

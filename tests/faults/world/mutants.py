@@ -16,6 +16,7 @@ from blendkv.stores.deadline import Budget
 from blendkv.stores.disk import DiskStore
 from blendkv.stores.files import DiskSource
 from blendkv.stores.inventory import Inventory
+from blendkv.stores.opening import Opener
 from blendkv.stores.patience import Patience
 from blendkv.stores.tiered import TieredStore
 from blendkv.stores.writing import Writer
@@ -30,12 +31,12 @@ def no_checksums() -> AbstractContextManager[Any]:
 def no_keys() -> AbstractContextManager[Any]:
     """A chunk is believed to be that of the key under which it lay."""
 
-    def checked(self: TieredStore, key: str, data: bytes, device: object) -> ChunkFile:
-        file = self._open(data)
-        file.keyed = "" if self.secret is None else key
+    def checked(self: Opener, key: str, data: bytes, device: object) -> ChunkFile:
+        file = self.open(data)
+        file.keyed = "" if self._secret is None else key
         return file
 
-    return mock.patch.object(TieredStore, "_checked", checked)
+    return mock.patch.object(Opener, "checked", checked)
 
 
 def no_rename() -> AbstractContextManager[Any]:

@@ -1,0 +1,68 @@
+"""Bytes from a store to a chunk file that may be trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blendkv.chunkfile import ChunkFile
+from blendkv.codecs import Codec, Profile, Profiles, load_profile
+from blendkv.errors import ChunkFileError
+from blendkv.expanding import by_kernels
+
+
+class Opener:
+    """Opens files of one codec, or of whatever other they name.
+
+    Args:
+        codec: of most files, or None.
+        secret: of a tenant: only files that it sealed are opened, and keys are keyed with it.
+        key_id: of the secret.
+        profiles: where profiles of other codecs are found (`ChunkFile`); None: where `blendkv profile` puts them.
+    """
+
+    def __init__(self, codec: Codec | None, secret: bytes | None, key_id: bytes, profiles: Profiles | None) -> None:
+        self._codec, self._secret, self._profiles = codec, secret, profiles
+        self._secrets = None if secret is None else {key_id: secret}
+
+    def checked(self, key: str, data: bytes, device: torch.device) -> ChunkFile:
+        """The file under a key, if it is what the key says.
+
+        Args:
+            key: that was asked for.
+            data: what a store gave for it.
+            device: where it will be decoded; kernels compare no checksums, so that is done here.
+
+        Raises:
+            ChunkFileError: for whatever is wrong with it, with its `reason`; "key" if it is something else's.
+        """
+        file = self.open(data if device.type == "cpu" else torch.from_numpy(np.frombuffer(data, np.uint8).copy()))
+        if file.key_with(self._secret) != key:
+            raise ChunkFileError("the chunk file is that of another key; delete it", reason="key")
+        file.keyed = "" if self._secret is None else key
+        if by_kernels(file, device):
+            file.verify()
+        return file
+
+    def open(self, source: bytes | Tensor) -> ChunkFile:
+        """A file of our codec, or of the one that it names."""
+        if self._codec is not None:
+            try:
+                return ChunkFile(source, secret=self._secrets, codec=self._codec)
+            except ChunkFileError as error:
+                if error.reason not in ("codec", "profile"):
+                    raise
+        return ChunkFile(source, secret=self._secrets, profiles=self._profile)
+
+    def _profile(self, wanted: str) -> Profile | None:
+        """The profile of a hash: our codec's, or where others are found."""
+        own = getattr(self._codec, "profile", None)
+        if isinstance(own, Profile) and own.hash == wanted:
+            return own
+        found = load_profile if self._profiles is None else self._profiles
+        if isinstance(found, Profile):
+            return found
+        return found.get(wanted) if isinstance(found, Mapping) else found(wanted)
