@@ -23,6 +23,7 @@ from blendkv.errors import ChunkMissError
 from blendkv.facts import ModelFacts
 from blendkv.guard import Guard
 from blendkv.layout import Layout, Piece, Prompt, texts_of
+from blendkv.loading.pipeline import Pipeline
 from blendkv.pace import seconds_to_compute
 from blendkv.prefilling import BATCH_TOKENS, prefill
 from blendkv.pretrained import PretrainedMixin
@@ -76,6 +77,7 @@ class ChunkLibrary(PretrainedMixin):
         namespace: part of every key: who may use each other's chunks. Who runs the service sets it, never a request; a
             store that others reach too wants one.
         secret: of a tenant, 16 to 64 bytes: keys cannot be guessed without it, and files are sealed with it.
+        pipeline: whether a blend begins before its chunks are loaded from stores: layer by layer, while others compute.
         deadline_s: most seconds that a prompt waits for stores that are not local, in all; what is not there by then is
             computed. None: 0.25, or a tenth of what computing the chunks takes at least, if that is more.
         on_miss: "prefill" computes and keeps a chunk that is not in the store before the prompt is laid out,
@@ -105,6 +107,7 @@ class ChunkLibrary(PretrainedMixin):
         secret: bytes | None = None,
         deadline_s: float | None = None,
         on_miss: Literal["prefill", "recompute"] = "prefill",
+        pipeline: bool = True,
         capacity_bytes: int | None = None,
         batch_tokens: int = BATCH_TOKENS,
         progress: bool = False,
@@ -139,6 +142,7 @@ class ChunkLibrary(PretrainedMixin):
                 "who runs the service, never taken from a request), or give a secret"
             )
         self.condition, self.on_miss, self.deadline_s = condition, on_miss, deadline_s
+        self.pipeline = Pipeline(self.pool) if pipeline and isinstance(self.pool, TieredStore) else None
         self.layout, self.namespace = Layout(tokenizer, chunk_tokens, separator), namespace or ""
         self.batch_tokens, self.progress, self.guard = batch_tokens, progress, guard
         self.model = attach(model)
@@ -166,7 +170,7 @@ class ChunkLibrary(PretrainedMixin):
         options = self.options | options
         report = BlendReport()
         with report.clock.stage("load"):
-            chunks = self._chunks(prompt, report, options["strict"])
+            chunks = self._chunks(prompt, report, options)
         report.notes += getattr(self.pool, "notes", ())
         cache = BlendedCache(chunks, **options) if self.guard is None else self.guard.cache(chunks, options)
         cache.report.take_over(report)
@@ -233,16 +237,28 @@ class ChunkLibrary(PretrainedMixin):
             return (self.tokenizer.bos_token_id,)
         return head.ids if self.condition == "system" and head is not None else ()
 
-    def _chunks(self, prompt: Prompt, report: BlendReport, strict: bool) -> list[Chunk]:
+    def _chunks(self, prompt: Prompt, report: BlendReport, options: Mapping[str, Any]) -> list[Chunk]:
         head = next((piece for piece in prompt.pieces if piece.kind == "head"), None)
         conditioning = self._conditioning(head)
         wanted = [
             (piece, conditioning if piece.kind == "chunk" else ()) for piece in prompt.pieces if piece.kind != "text"
         ]
-        return self._from_store(wanted, report, strict, compute=self.on_miss == "prefill")
+        streams = not options["strict"] and attachment_of(self.model).masks == "lazy"
+        first = BlendedCache((), **options).reads_from if streams else None
+        return self._from_store(wanted, report, options["strict"], self.on_miss == "prefill", first)
 
-    def _from_store(self, wanted: Sequence[Wanted], report: BlendReport, strict: bool, compute: bool) -> list[Chunk]:
-        """Looks every piece up; computes and stores the missing ones, or says that they are missing."""
+    def _from_store(
+        self, wanted: Sequence[Wanted], report: BlendReport, strict: bool, compute: bool, first: int | None = None
+    ) -> list[Chunk]:
+        """Looks every piece up; computes and stores the missing ones, or says that they are missing.
+
+        Args:
+            wanted: pieces.
+            report: of the prompt.
+            strict: whether a chunk that cannot be stored raises.
+            compute: whether missing ones are computed.
+            first: the layer from which on stored states are read, by a blend that can begin before they are there.
+        """
         facts = attachment_of(self.model).facts
         keys = [self._key(piece, conditioning) for piece, conditioning in wanted]
         pieces: dict[str, Wanted] = {}
@@ -250,7 +266,7 @@ class ChunkLibrary(PretrainedMixin):
             pieces.setdefault(key, piece)
         mine = [_same(pieces[key], piece) for key, piece in zip(keys, wanted, strict=True)]
         budget = self._budget(facts, sum(len(piece.ids) for piece, _ in pieces.values()))
-        have: dict[str, Chunk] = self._usable(pieces, facts, report, budget)
+        have: dict[str, Chunk] = self._usable(pieces, facts, report, budget, first)
         lacking = {key: piece for key, piece in pieces.items() if key not in have}
         if not compute:
             have |= {key: MissingChunk(torch.tensor(piece.ids)) for key, (piece, _) in lacking.items()}
@@ -266,7 +282,7 @@ class ChunkLibrary(PretrainedMixin):
             )
         # two contents under one key, as only a broken hash makes them: the second is asked for by itself
         others = [piece for piece, is_mine in zip(wanted, mine, strict=True) if not is_mine]
-        rest = iter(self._from_store(others, report, strict, compute) if others else ())
+        rest = iter(self._from_store(others, report, strict, compute, first) if others else ())
         return [have[key] if is_mine else next(rest) for key, is_mine in zip(keys, mine, strict=True)]
 
     def _budget(self, facts: ModelFacts, tokens: int) -> Budget:
@@ -299,14 +315,24 @@ class ChunkLibrary(PretrainedMixin):
                 report.put_failures += not kept
 
     def _usable(
-        self, wanted: Mapping[str, Wanted], facts: ModelFacts, report: BlendReport, budget: Budget
+        self,
+        wanted: Mapping[str, Wanted],
+        facts: ModelFacts,
+        report: BlendReport,
+        budget: Budget,
+        first: int | None = None,
     ) -> dict[str, Chunk]:
         """Those chunks that the store has, and that are what their keys say; a store that fails has none."""
         if not wanted:
             return {}
         before = faults_of(self.pool)
         try:
-            found = self.pool.fetch(list(wanted), attachment_of(self.model).homes, budget)
+            asked = list(wanted), attachment_of(self.model).homes, budget
+            found = (
+                self.pool.fetch(*asked)
+                if self.pipeline is None or first is None
+                else self.pipeline.fetch(*asked, first)
+            )
         except Exception as error:
             report.notes.append(f"the store failed to get {len(wanted)} chunks, which were computed instead: {error!r}")
             return {}

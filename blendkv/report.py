@@ -144,6 +144,13 @@ class BlendReport:
         self.put_failures, self.prefilled_tokens = other.put_failures, other.prefilled_tokens
         self.loaded, self.store_faults = other.loaded, other.store_faults
 
+    def unload(self, tier: str, tokens: int) -> None:
+        """A chunk of so many tokens did not come from a tier after all."""
+        if tier in self.loaded:
+            self.loaded[tier] -= tokens
+            if self.loaded[tier] <= 0:
+                del self.loaded[tier]
+
     def remark(self, text: str) -> None:
         """Adds a note, once."""
         if text not in self.notes:
