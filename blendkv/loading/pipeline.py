@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -22,6 +22,8 @@ from blendkv.chunkfile import ChunkFile
 from blendkv.errors import ChunkFileError
 from blendkv.expanding import for_kernels
 from blendkv.loading.arriving import LATE, Arrival, ArrivingChunk
+from blendkv.loading.controller import Offer
+from blendkv.loading.progress import Progress
 from blendkv.loading.scheduler import Lane, TransferScheduler, shared_scheduler
 from blendkv.loading.sources import Absent, StoreSource
 from blendkv.stores import Budget, Store, TieredStore
@@ -32,6 +34,9 @@ PIECE_BYTES = 1 << 20
 """Layers of a file are fetched together until they are so many bytes."""
 AHEAD = 4
 """Pieces of a prompt that are under way or wait for a slot."""
+TEXT = "text"
+"""Where chunks come from that are computed from their text, although a store has them."""
+Choose = Callable[[list[Offer]], Collection[str]]
 
 
 @dataclass(eq=False)
@@ -63,11 +68,12 @@ class Incoming:
 
 @dataclass(frozen=True)
 class Piece:
-    """Units of a file that are fetched with one request a stream."""
+    """Units of a file that are fetched with one request a stream; `wanted` by this prompt, or only for the next."""
 
     of: Incoming
     units: range
     nbytes: int
+    wanted: bool
 
 
 class Pipeline:
@@ -96,6 +102,8 @@ class Pipeline:
         homes: Sequence[torch.device] = (),
         budget: Budget | None = None,
         first: int = 0,
+        choose: Choose | None = None,
+        progress: Progress | None = None,
     ) -> list[Fetched]:
         """Chunks as `TieredStore.fetch` gives them, those from stores while they are still on their way.
 
@@ -104,9 +112,12 @@ class Pipeline:
             homes: where each layer is wanted; the CPU if that is left open.
             budget: how long stores that are not local may be waited for, here and while layers run.
             first: the first layer whose stored states are wanted. Those before it come last, for the next prompt.
+            choose: is told of all chunks that are there before the first of their layers is fetched, and names keys of
+                those that had better be computed from their text.
+            progress: is told what has come.
 
         Returns:
-            One a key.
+            One a key; without a chunk, and with `TEXT` as tier, where `choose` named it.
         """
         tiers, wanted = self.tiers, list(dict.fromkeys(keys))
         found = {key: got for key, got in zip(wanted, tiers.pool.fetch(wanted), strict=True) if got.chunk is not None}
@@ -126,13 +137,19 @@ class Pipeline:
                     found[key] = Fetched(chunk, store.url)
                 else:
                     whole.append(key)
+        if choose is not None:
+            text = set(choose(_offers(wanted, found, coming)))
+            coming = [item for item in coming if item.key not in text]
+            found |= dict.fromkeys(text, Fetched(None, TEXT))
         if whole:  # on a GPU kernels decode those, many at once
             found |= {k: got for k, got in zip(whole, tiers.fetch(whole, homes, budget), strict=True) if got.chunk}
-        tiers.count([found[key].tier for key in wanted if key in found and key not in whole], len(wanted) - len(found))
+        counted = [key for key in wanted if key in found and found[key].chunk is not None and key not in whole]
+        tiers.count([found[key].tier for key in counted], len(wanted) - len(found))
         if coming:
             order = {key: i for i, key in enumerate(wanted)}
             coming.sort(key=lambda item: order[item.key])
-            transfer = Transfer(tiers, lane, cut(coming, first, self.piece_bytes), homes, self.ahead)
+            pieces = cut(coming, first, self.piece_bytes)
+            transfer = Transfer(tiers, lane, pieces, homes, self.ahead, progress or Progress())
             for item in coming:
                 weakref.finalize(found[item.key].chunk, transfer.let_go)
             transfer.begin()
@@ -193,18 +210,26 @@ class Transfer:
         pieces: in the order in which they are wanted.
         homes: device of each layer, or one for all.
         ahead: pieces under way or waiting for a slot.
+        progress: is told what has come.
     """
 
     def __init__(
-        self, tiers: TieredStore, lane: Lane, pieces: Sequence[Piece], homes: Sequence[torch.device], ahead: int
+        self,
+        tiers: TieredStore,
+        lane: Lane,
+        pieces: Sequence[Piece],
+        homes: Sequence[torch.device],
+        ahead: int,
+        progress: Progress,
     ) -> None:
         self._tiers, self._lane, self._homes, self._ahead = tiers, lane, homes, ahead
-        self._left = deque(pieces)
+        self._left, self._progress = deque(pieces), progress
         self._users = len({id(piece.of) for piece in pieces})
         self._lock = threading.Lock()
 
     def begin(self) -> None:
         """Hands in the first pieces."""
+        self._progress.begin(sum(piece.wanted for piece in self._left))
         for _ in range(self._ahead):
             self._next()
 
@@ -235,6 +260,7 @@ class Transfer:
         try:
             states = item.file.units(piece.units)
             first = item.file.header.layers_of(piece.units.start).start
+            self._progress.came(item.store.url, piece.nbytes, piece.wanted)
             if item.arrival.deliver(first, *self._at_home(states, first)):
                 self._keep(item)
         except ChunkFileError as error:
@@ -277,6 +303,20 @@ class _Bytes:
         return self._data[start:stop]
 
 
+def _offers(wanted: Sequence[str], found: Mapping[str, Fetched], coming: Sequence[Incoming]) -> list[Offer]:
+    """What memory and stores have of a prompt; what kernels decode whole is not up for choice."""
+    files = {item.key: item for item in coming}
+    offers = []
+    for key in wanted:
+        if (item := files.get(key)) is not None:
+            header = item.file.header
+            size = item.file.size, header.decoded_bytes
+            offers.append(Offer(key, header.tokens, *size, item.store.url, header.codec))
+        elif key in found and (chunk := found[key].chunk) is not None:
+            offers.append(Offer(key, len(chunk)))
+    return offers
+
+
 _NOTHING = object()
 _STREAMS: dict[torch.device, Any] = {}
 
@@ -304,18 +344,19 @@ def cut(coming: Sequence[Incoming], first: int, piece_bytes: int) -> list[Piece]
         header = item.file.header
         begin = header.unit_of(min(max(first, header.stored.start), header.stored.stop - 1))
         for units, into in ((range(begin, header.units), pieces), (range(begin), late_ones)):
-            into += [(piece.units.start, number, piece) for piece in _runs(item, units, piece_bytes)]
+            runs = _runs(item, units, piece_bytes, wanted=into is pieces)
+            into += [(piece.units.start, number, piece) for piece in runs]
     return [piece for group in (pieces, late_ones) for _, _, piece in sorted(group, key=lambda entry: entry[:2])]
 
 
-def _runs(item: Incoming, units: range, most: int) -> list[Piece]:
+def _runs(item: Incoming, units: range, most: int, wanted: bool) -> list[Piece]:
     """Consecutive units, as many together as are no more than so many bytes."""
     found: list[Piece] = []
     begin, size = units.start, 0
     for unit in units:
         more = item.file.unit_bytes(unit)
         if size and size + more > most:
-            found.append(Piece(item, range(begin, unit), size))
+            found.append(Piece(item, range(begin, unit), size, wanted))
             begin, size = unit, 0
         size += more
-    return [*found, Piece(item, range(begin, units.stop), size)] if len(units) else found
+    return [*found, Piece(item, range(begin, units.stop), size, wanted)] if len(units) else found

@@ -368,7 +368,7 @@ def test_models_with_masks_of_their_own_and_strict_prompts_load_first(monkeypatc
     kv(documents, "why?")
     kv.pool.pool.clear()
     asked = []
-    monkeypatch.setattr(kv.pipeline, "fetch", lambda *args: asked.append(args) or kv.pool.fetch(*args[:3]))
+    monkeypatch.setattr(kv.pipeline, "fetch", lambda *args, **kwargs: asked.append(args) or kv.pool.fetch(*args))
     kv(documents, "why?", strict=True)
     assert not asked
     kv(documents, "why?")
