@@ -60,8 +60,9 @@ def precompute(
         total = count_documents(found, field)
         place = Place(device)
         loaded, tokenizer = load(model, dtype, place.device)
-        library = _library(loaded, tokenizer, store, room, chosen_codec(codec, level, profile), chunk_tokens=chunk_tokens,
-                           condition=condition, namespace=namespace, batch_tokens=batch_tokens)  # fmt: skip
+        kept = chosen_codec(codec, level, profile)
+        library = _library(loaded, tokenizer, store, room, kept, chunk_tokens=chunk_tokens, condition=condition,
+                           namespace=namespace, batch_tokens=batch_tokens)  # fmt: skip
         with library:
             done = _run(library, place.share(read_documents(found, field)), place, total, system)
         done = place.sum(done)
@@ -105,7 +106,7 @@ class Place:
 
 def chosen_codec(name: str, level: int | None, profile: Path | None) -> Any:
     """A codec by name, with its level and profile."""
-    from blendkv.codecs import codec_class, codec_names
+    from blendkv.codecs import codec_class, codec_names, get_codec
 
     one_of("--codec", name, codec_names())
     if codec_class(name).needs_profile and profile is None:
@@ -114,7 +115,7 @@ def chosen_codec(name: str, level: int | None, profile: Path | None) -> Any:
             f"--profile FOLDER/{name}.safetensors reads it"
         )
     settings = {"level": level, "profile": None if profile is None else str(profile)}
-    return getchosen_codec(name, **{key: value for key, value in settings.items() if value is not None})
+    return get_codec(name, **{key: value for key, value in settings.items() if value is not None})
 
 
 def _library(model: Any, tokenizer: Any, url: str, room: dict[str, int], codec: Any, **settings: Any) -> ChunkLibrary:

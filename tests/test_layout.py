@@ -21,7 +21,7 @@ stores.valkey stores.catalog stores.valkey_centre stores.patience stores.remote 
 stores.opening stores.pool stores.writing stores.tiered stores.saved stores stores.upkeep stores.checking
 stores.inspection loading.queues loading.scheduler loading.sources loading.arriving loading attention mass cache facts
 plan question buffers waits graphs norms blend catching decoding attachment hooks learning proof attaching layout pace
-loading.costs loading.controller loading.progress loading.pipeline loading.guided loading.measuring prefilling scoring
+loading.costs loading.controller loading.progress loading.pipeline loading.guided prefilling loading.measuring scoring
 divergence guard manifest gathering hub sharing pretrained library documents precompute texts trials calibrating
 models contract testing passages bench bench.measure bench.scores bench.intervals bench.records bench.readers
 bench.synthetic bench.tasks bench.methods bench.shapes bench.prompts bench.gates bench.decode bench.memory
