@@ -52,11 +52,12 @@ class Arrival:
             self._changed.notify_all()
             return all(pair is not None for pair in self._states)
 
-    def fail(self, why: str) -> None:
-        """Layers that have not come will not."""
+    def fail(self, why: str) -> bool:
+        """Layers that have not come will not; whether that is news."""
         with self._changed:
-            self._why = self._why or why
+            first, self._why = self._why is None, self._why or why
             self._changed.notify_all()
+            return first
 
     def wait(self, layer: int, seconds: float = math.inf) -> str | None:
         """Waits for a layer.

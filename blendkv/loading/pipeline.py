@@ -34,6 +34,8 @@ PIECE_BYTES = 1 << 20
 """Layers of a file are fetched together until they are so many bytes."""
 AHEAD = 4
 """Pieces of a prompt that are under way or wait for a slot."""
+WHOLE_BYTES = 1 << 16
+"""Files up to this size are read whole, before anything is computed."""
 TEXT = "text"
 """Where chunks come from that are computed from their text, although a store has them."""
 Choose = Callable[[list[Offer]], Collection[str]]
@@ -84,6 +86,7 @@ class Pipeline:
         scheduler: whose slots transfers use; None: those that all prompts of this process share.
         piece_bytes: see `PIECE_BYTES`.
         ahead: see `AHEAD`.
+        whole_bytes: see `WHOLE_BYTES`.
     """
 
     def __init__(
@@ -92,9 +95,10 @@ class Pipeline:
         scheduler: TransferScheduler | None = None,
         piece_bytes: int = PIECE_BYTES,
         ahead: int = AHEAD,
+        whole_bytes: int = WHOLE_BYTES,
     ) -> None:
         self.tiers, self._scheduler = tiers, scheduler
-        self.piece_bytes, self.ahead = piece_bytes, ahead
+        self.piece_bytes, self.ahead, self.whole_bytes = piece_bytes, ahead, whole_bytes
 
     def fetch(
         self,
@@ -141,10 +145,10 @@ class Pipeline:
             text = set(choose(_offers(wanted, found, coming)))
             coming = [item for item in coming if item.key not in text]
             found |= dict.fromkeys(text, Fetched(None, TEXT))
-        if whole:  # on a GPU kernels decode those, many at once
+        if whole:  # small ones, and those that a GPU's kernels decode, many at once
             found |= {k: got for k, got in zip(whole, tiers.fetch(whole, homes, budget), strict=True) if got.chunk}
         counted = [key for key in wanted if key in found and found[key].chunk is not None and key not in whole]
-        tiers.count([found[key].tier for key in counted], len(wanted) - len(found))
+        tiers.count([found[key].tier for key in counted], len(set(wanted) - set(found) - set(whole)))
         if coming:
             order = {key: i for i, key in enumerate(wanted)}
             coming.sort(key=lambda item: order[item.key])
@@ -189,7 +193,10 @@ class Pipeline:
         if (waiting := self.tiers.waiting(level, key)) is not None:
             source = StoreSource(key, len(waiting), [_Bytes(waiting)])
         elif (size := store.size(key)) is None:
+            store.stats.count("misses")
             return _NOTHING
+        elif size <= self.whole_bytes:
+            return None
         else:
             source = StoreSource(key, size, [store, *self.tiers.stores[level + 1 :]])
         file = self.tiers.opener.checked_head(key, source)
@@ -250,7 +257,7 @@ class Transfer:
         try:
             future = self._lane.submit(self._bring, piece, cost_bytes=piece.nbytes)
         except RuntimeError:  # the scheduler was closed
-            piece.of.arrival.fail("cancelled")
+            self._lost(piece.of, "cancelled")
             return
         future.add_done_callback(self._next)
 
@@ -264,12 +271,19 @@ class Transfer:
             if item.arrival.deliver(first, *self._at_home(states, first)):
                 self._keep(item)
         except ChunkFileError as error:
-            self._tiers.discard(item.store, item.key, error.bare())
-            item.arrival.fail(error.reason)
+            if self._lost(item, error.reason):
+                self._tiers.discard(item.store, item.key, error.bare())
         except Absent:
-            item.arrival.fail(LATE)
+            self._lost(item, LATE)
         except Exception as error:
-            item.arrival.fail(f"error ({type(error).__name__})")
+            self._lost(item, f"error ({type(error).__name__})")
+
+    def _lost(self, item: Incoming, why: str) -> bool:
+        """A file will not come whole; whether that is news."""
+        if not item.arrival.fail(why):
+            return False
+        self._tiers.lost(item.store.url)
+        return True
 
     def _at_home(self, states: list, first: int) -> tuple[list, Any]:
         """Layers where they are wanted: copied to a GPU beside what it computes."""

@@ -189,6 +189,12 @@ class TieredStore:
         if data is not None:
             self._promote(level, key, data)
 
+    def lost(self, url: str) -> None:
+        """A chunk that was counted as a hit of a store did not come whole."""
+        with self._lock:
+            self.stats.hits[url] -= 1
+            self.stats.misses += 1
+
     def count(self, tiers: Sequence[str], misses: int) -> None:
         """Adds hits, by where they came from, and misses."""
         with self._lock:

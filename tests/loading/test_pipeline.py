@@ -60,7 +60,7 @@ def stored(chunks, store=None, **kwargs):
     store = store or RangeStore()
     TieredStore(Pool(), store, write="through").put_many(chunks)
     tiers = TieredStore(Pool(), store, **kwargs)
-    return store, tiers, Pipeline(tiers, TransferScheduler(4), piece_bytes=1)
+    return store, tiers, Pipeline(tiers, TransferScheduler(4), piece_bytes=1, whole_bytes=0)
 
 
 def fetched(pipeline, chunks, first=0, budget=None):
@@ -221,7 +221,7 @@ def test_another_store_goes_on_where_the_first_stopped(attached):
     for store in (near, far):
         stored(exact, store)
     near.gate = failing_from(near, 2)
-    pipeline = Pipeline(tiers := TieredStore(Pool(), near, far), TransferScheduler(4), piece_bytes=1)
+    pipeline = Pipeline(tiers := TieredStore(Pool(), near, far), TransferScheduler(4), piece_bytes=1, whole_bytes=0)
     cache = BlendedCache(fetched(pipeline, exact), 0.3, "random")
     assert (run(model, ids, cache).logits[:, -1] - logits[:, -1]).abs().max() <= 1e-4
     assert not cache.report.misses
@@ -235,7 +235,7 @@ def test_nearer_stores_get_what_came_from_far(attached):
     near, far = RangeStore("near"), RangeStore("far")
     stored(exact, far)
     tiers = TieredStore(Pool(), near, far)
-    chunks = fetched(Pipeline(tiers, TransferScheduler(4)), exact)
+    chunks = fetched(Pipeline(tiers, TransferScheduler(4), whole_bytes=0), exact)
     for chunk, one in zip(chunks, exact, strict=True):
         assert_same(chunk, one)
         until(lambda key=one.key: key in near.entries)
@@ -280,7 +280,7 @@ def test_a_prompt_that_nobody_wants_any_more_leaves_nothing_behind(attached):
     free = threading.Event()
     store.gate = lambda key, start, data: data if free.wait(60) else None
     scheduler = TransferScheduler(2, linger=0.01)
-    pipeline = Pipeline(TieredStore(Pool(), store), scheduler, piece_bytes=1, ahead=3)
+    pipeline = Pipeline(TieredStore(Pool(), store), scheduler, piece_bytes=1, ahead=3, whole_bytes=0)
     chunks = fetched(pipeline, exact)
     until(lambda: scheduler.state.running == 2)
     assert scheduler.state.waiting == 1
@@ -308,7 +308,7 @@ def test_only_a_few_pieces_are_under_way(attached):
         return data
 
     store.gate = gate
-    pipeline = Pipeline(TieredStore(Pool(), store), TransferScheduler(16), piece_bytes=1, ahead=3)
+    pipeline = Pipeline(TieredStore(Pool(), store), TransferScheduler(16), piece_bytes=1, ahead=3, whole_bytes=0)
     for chunk, one in zip(fetched(pipeline, exact), exact, strict=True):
         assert_same(chunk, one)
     assert most[0] == 3
@@ -332,7 +332,7 @@ def test_heads_are_checked_before_anything_is_computed(attached, secret):
     a, b, c = (chunk.key for chunk in exact)
     store.entries[a], store.entries[b] = store.entries[b], store.entries[a]
     tiers = TieredStore(Pool(), store, secret=secret)
-    got = Pipeline(tiers, TransferScheduler(2)).fetch([a, b, c])
+    got = Pipeline(tiers, TransferScheduler(2), whole_bytes=0).fetch([a, b, c])
     assert [each.chunk is None for each in got] == [True, True, False]
     assert got[2].chunk.key == c
     assert_same(got[2].chunk, exact[2])
@@ -373,3 +373,41 @@ def test_models_with_masks_of_their_own_and_strict_prompts_load_first(monkeypatc
     assert not asked
     kv(documents, "why?")
     assert len(asked) == 1
+
+
+def test_small_files_are_read_whole_before_anything_is_computed(attached):
+    model = attached("llama")
+    _, exact = exact_case(model)
+    store, tiers, _ = stored(exact)
+    store.entries[exact[0].key] = store.entries[exact[0].key][:-1]
+    got = Pipeline(tiers, TransferScheduler(2)).fetch([chunk.key for chunk in exact])
+    assert [type(each.chunk).__name__ for each in got] == ["NoneType", "ChunkCache", "ChunkCache"]
+    assert tiers.stats.damaged == {store.url: 1}
+    assert (tiers.stats.misses, tiers.stats.hits) == (1, {store.url: 2})
+    assert not store.reads
+
+
+def test_what_is_lost_on_the_way_is_no_hit_and_is_written_anew_next_time(attached):
+    from tests.cases.stored import answer, library
+
+    model = attached("llama")
+    document = [" ".join(f"word{n}" for n in range(40))]
+    store = RangeStore(local=True)
+    with library(model, TieredStore(Pool(), store)) as kv:
+        kv(document, "why?")
+    right = dict(store.entries)
+    (key,) = kv.keys(document)
+    store.gate = failing_from(store, 2, [key], lambda data: bytes([data[0] ^ 1]) + data[1:])
+    kv = library(model, TieredStore(Pool(), store))
+    kv.pipeline.whole_bytes, kv.pipeline.piece_bytes = 0, 1
+    inputs = kv(document, "why?")
+    answer(model, inputs["input_ids"], inputs.cache, attention_mask=inputs["attention_mask"])
+    assert inputs.report.misses == {"checksum": len(inputs.cache.chunks[0][1])}
+    assert key not in store.entries
+    assert sum(inputs.report.loaded.values()) == inputs.report.reused_tokens
+    stats = kv.pool.stats
+    assert (stats.misses, stats.damaged) == (1, {store.url: 1})
+    store.gate = None
+    again = kv(document, "why?").report
+    assert again.prefilled_tokens == len(inputs.cache.chunks[0][1])
+    assert store.entries == right
