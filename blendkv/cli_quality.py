@@ -36,6 +36,12 @@ def quality(
         str, typer.Option("--ratios", "--ratio", help="Shares of chunk tokens recomputed, as 0,0.05,0.15,0.3.")
     ] = "0,0.15",
     records: Records = "all",
+    condition: Annotated[
+        str, typer.Option(help="What stands before a chunk while it is computed, as none,bos,system,dummy.")
+    ] = "none",
+    check_layers: Annotated[
+        str | None, typer.Option(help="Schedules beside the ratios, layer:share kept, as '1:0.3,4:0.15; 2:0.15'.")
+    ] = None,
     reference: Annotated[str, typer.Option(help="What KL is given relative to: SELECTOR:RATIO.")] = "hkvd:0.15",
     answers: Annotated[bool, typer.Option("--answers/--no-answers", help="Generate and score answers.")] = True,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer; by task if not.")] = None,
@@ -55,7 +61,7 @@ def quality(
         [] if text is None else read_lengths(text, name)
         for text, name in ((chunks, "--chunks"), (chunk_tokens, "--chunk-tokens"), (batch, "--batch"))
     ]
-    named = _reference(reference)
+    named, schedules = _reference(reference), _schedules(check_layers)
     with work(as_json):
         from blendkv.bench.laying import sweep
         from blendkv.bench.quality import measure_quality
@@ -64,7 +70,9 @@ def quality(
         from blendkv.bench.tasks import UNCUT, read_task
 
         _known_task(task)
-        settings = _usage(lambda: settings_of(_list(methods), _list(selectors), shares, answers), "--methods")
+        varied: dict[str, Any] = {"conditions": _list(condition), "schedules": schedules}
+        chosen = _list(methods), _list(selectors), shares, answers
+        settings = _usage(lambda: settings_of(*chosen, **varied), "--methods")
         require_room(rows_into)
         wanted: dict[str, Any] = {"limit": n, "records": records, "skip_bad": skip_bad}
         read_task(task, data, UNCUT, **wanted)  # what is malformed stops here, before a model is loaded
@@ -210,6 +218,11 @@ def print_suggestion(model: str, found: Any) -> None:
     typer.echo(f"\n{found.told}")
 
 
+def _line_name(row: dict[str, Any]) -> str:
+    after = f"after {row['condition']}" if row["condition"] else None
+    return ", ".join(filter(None, [row["method"], row["selector"], row["check_layers"], after]))
+
+
 def _print_quality(found: Any, title: str) -> None:
     for verdict in found.verdicts:
         place = (verdict["chunks"], verdict["chunk_tokens"], verdict["batch"])
@@ -217,12 +230,22 @@ def _print_quality(found: Any, title: str) -> None:
         scored = verdict["can_do"] is not False and any(row["f1"] is not None for row in rows)
         names = ("passages", "tokens a chunk", "prompts at once")
         where = [f"{value} {name}" for value, name in zip(place, names, strict=True) if value not in (None, 1)]
-        columns = ["method", "ratio", "charged", "KL (nats)", "95% interval", "of the reference", "same", "TTFT"]
+        columns = [
+            "method",
+            "ratio",
+            "charged",
+            "KL (nats)",
+            "95% interval",
+            "of the reference",
+            "same",
+            "TTFT",
+            "faster",
+        ]
         print_table(
             columns + ["F1", "Rouge-L"] * scored,
             [
                 [
-                    row["method"] if row["selector"] is None else f"{row['method']}, {row['selector']}",
+                    _line_name(row),
                     _said(row["ratio"], "g"),
                     _said(row["charged_budget"], ".3f"),
                     _said(row["kl"], ".3f"),
@@ -230,6 +253,7 @@ def _print_quality(found: Any, title: str) -> None:
                     _said(row["relative"], ".2f"),
                     _said(row["same"], ".0%"),
                     _said(row["ttft_s"], ".3f", " s"),
+                    _said(row["ttft_ratio"], ".2f", "x"),
                     *([_said(row["f1"], ".3f"), _said(row["rouge_l"], ".3f")] if scored else []),
                 ]
                 for row in rows
@@ -268,6 +292,23 @@ def _reference(text: str) -> tuple[str, float]:
         raise typer.BadParameter(
             f"{text!r} is not SELECTOR:RATIO, such as hkvd:0.15", param_hint="--reference"
         ) from None
+
+
+def _schedules(text: str | None) -> list[dict[int, float]]:
+    """`1:0.3,4:0.15; 2:0.15` as two schedules."""
+    found = []
+    for part in filter(None, map(str.strip, (text or "").split(";"))):
+        pairs = [pair.partition(":") for pair in _list(part)]
+        try:
+            schedule = {int(layer): float(share) for layer, _, share in pairs}
+        except ValueError:
+            schedule = {}
+        if len(schedule) != len(pairs) or not schedule:
+            raise typer.BadParameter(
+                f"{part!r} is not LAYER:SHARE,LAYER:SHARE, such as 1:0.3,4:0.15", param_hint="--check-layers"
+            )
+        found.append(schedule)
+    return found
 
 
 def _known_task(task: str) -> None:

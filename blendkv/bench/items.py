@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from blendkv.bench.answering import Stops, go_on, own_answer
+from blendkv.bench.conditions import conditioned
 from blendkv.bench.forcing import STEPS, compare
 from blendkv.bench.laying import Cell, lay_out
 from blendkv.bench.mapping import MAPPING, Mapped, map_chunks, reduce_first
@@ -25,7 +26,7 @@ from blendkv.scoring import add_scores
 
 ANSWER_TOKENS = {"qa": 32, "summary": 128, "dialogue": 128}
 """Most tokens of an answer, by style."""
-FIGURES = ("charged_budget", "kl", "kl_first", "same", "f1", "rouge_l", "ttft_s")
+FIGURES = ("charged_budget", "kl", "kl_first", "same", "f1", "rouge_l", "ttft_s", "ttft_ratio")
 Figures = dict[str, Any]
 
 
@@ -57,19 +58,22 @@ class Examiner:
     def measure(self, example: Example, cell: Cell, settings: Iterable[Setting]) -> Iterator[tuple[Setting, Figures]]:
         """The figures of each setting on one prompt, as they are done.
 
-        Chunks are computed once, and full recompute's answer; every other setting is then one prompt and one forward of
-        forced tokens, and of its own answer only what differs from the forced one is generated.
+        Chunks are computed once for each condition, and full recompute's answer; every other setting is then one prompt
+        and one forward of forced tokens, and of its own answer only what differs from the forced one is generated.
+        `ttft_ratio` is the time of full recompute, on this prompt and in this call, over the setting's.
         """
         limit, settings = self.max_new_tokens or ANSWER_TOKENS[example.style], list(settings)
         case = lay_out(self.model, self.tokenizer, example, cell)
-        if stored := {name for s in settings if isinstance(s.how, Blend) for name in s.how.selector.stored}:
-            chunks = add_scores(self.model, case.chunks, sorted(stored), self.tokenizer)
-            case = replace(case, chunks=tuple(chunks))
         teacher = _Teacher.of(self, case, cell, limit)
+        plain, condition = case, None
+        case = self._scored(plain, settings, condition)
         mapped: tuple[Mapped, float] | None = None
-        for setting in settings:
+        for setting in sorted(settings, key=lambda s: s.condition or ""):  # stable: one condition's chunks at a time
+            if setting.condition != condition:
+                condition = setting.condition
+                case = self._scored(conditioned(plain, condition, self.tokenizer), settings, condition)
             if setting.method in MAPPING:
-                mapped = mapped or self._timed(lambda: map_chunks(case, self.stops, limit))
+                mapped = mapped or self._timed(lambda: map_chunks(plain, self.stops, limit))
                 figures = self._mapped(setting.method, case, *mapped, limit)
             elif setting.method == "full":
                 figures = teacher.figures()
@@ -82,7 +86,15 @@ class Examiner:
             if self.answers and example.answers:
                 figures["f1"] = token_f1(figures["answer"], example.answers)
                 figures["rouge_l"] = rouge_l(figures["answer"], example.answers)
+            figures["ttft_ratio"] = teacher.seconds / figures["ttft_s"]
             yield setting, dict.fromkeys((*FIGURES, "answer")) | figures | {"tokens": int(case.ids.shape[1])}
+
+    def _scored(self, case: Case, settings: Sequence[Setting], condition: str | None) -> Case:
+        """A case whose chunks have the scores that the settings of a condition want."""
+        wanted = (s.how.selector.stored for s in settings if s.condition == condition and isinstance(s.how, Blend))
+        if not (stored := {name for names in wanted for name in names}):
+            return case
+        return replace(case, chunks=tuple(add_scores(self.model, case.chunks, sorted(stored), self.tokenizer)))
 
     def first(self, key: Any, ids: Tensor, make_cache: Callable[[], Cache | None]) -> tuple[Cache, Tensor, float]:
         """A prompt's cache, `[1, 1, V]` logits of its first token, and the seconds until that token was on the host.

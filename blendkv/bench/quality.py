@@ -19,7 +19,7 @@ from blendkv.bench.items import ANSWER_TOKENS, Examiner
 from blendkv.bench.journal import Journal
 from blendkv.bench.laying import Cell, lay_out
 from blendkv.bench.results import model_device_name, versions
-from blendkv.bench.settings import REFERENCE, Setting, reference_of, settings_of
+from blendkv.bench.settings import NAMES, REFERENCE, Setting, reference_of, settings_of
 from blendkv.bench.summary import rows_of, verdict_of
 from blendkv.bench.tasks import Example, Reading
 from blendkv.selectors import Selector
@@ -166,7 +166,7 @@ def _cell(
             "chunk_tokens": cell.chunk_tokens,
             "batch": cell.batch,
         }
-        keys = {s.key: place | {"method": s.method, "selector": s.selector, "ratio": s.ratio} for s in settings}
+        keys = {s.key: place | {name: getattr(s, name) for name in NAMES} for s in settings}
         missing = [setting for setting in settings if journal.get(keys[setting.key]) is None]
         done(len(settings) - len(missing))
         for setting, figures in examiner.measure(example, cell, missing) if missing else ():

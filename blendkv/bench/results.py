@@ -45,7 +45,7 @@ IDENTITIES = {
     "stores": (*SETTINGS["stores"], "store", "size"),
     "pool": (*SETTINGS["pool"], "entries", "eviction"),
     "eviction": (*SETTINGS["eviction"], "zipf", "drift", "capacity", "policy"),
-    "quality": (*SETTINGS["quality"], "method", "selector", "ratio"),
+    "quality": (*SETTINGS["quality"], "method", "selector", "ratio", "condition", "check_layers"),
     "insights": (*SETTINGS["insights"], "figure", "layer", "ratio"),
 }
 """For each command the fields that tell its rows apart."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from blendkv.bench.intervals import Resamples
 from blendkv.bench.measure import Interval
-from blendkv.bench.settings import NO_CONTEXT, Setting
+from blendkv.bench.settings import NAMES, NO_CONTEXT, Setting
 
 MEANS = ("charged_budget", "kl", "kl_first", "same", "f1", "rouge_l")
 Figures = Mapping[str, Any]
@@ -26,12 +26,14 @@ def rows_of(figures: Mapping[tuple, Sequence[Figures]], reference: Setting) -> l
     draws = Resamples.of(prompts)
     beside = [figure["kl"] for figure in figures[reference.key]]
     rows = []
-    for (method, selector, ratio), own in figures.items():
-        row: dict[str, Any] = {"method": method, "selector": selector, "ratio": ratio, "prompts": prompts}
+    for key, own in figures.items():
+        setting = Setting(*key)
+        row: dict[str, Any] = {name: getattr(setting, name) for name in NAMES} | {"prompts": prompts}
         ci: dict[str, list[float] | None] = {}
         for name in MEANS:
             row[name], ci[name] = _said(draws.mean, [figure[name] for figure in own])
-        row["ttft_s"], ci["ttft_s"] = _said(draws.median, [figure["ttft_s"] for figure in own])
+        for name in ("ttft_s", "ttft_ratio"):
+            row[name], ci[name] = _said(draws.median, [figure.get(name) for figure in own])
         row["relative"], ci["relative"] = None, None
         if row["kl"] is not None:
             row["relative"], ci["relative"] = _pair(draws.ratio([figure["kl"] for figure in own], beside))

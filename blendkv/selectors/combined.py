@@ -171,6 +171,31 @@ class Window(Combined):
         return best
 
 
+class First(Combined):
+    """The first tokens of every chunk before any other, whatever the budget (protected tokens; LegoLink-k).
+
+    Args:
+        inner: ranks them, and the others after them.
+        tokens: of each chunk.
+    """
+
+    def __init__(self, inner: Selector, tokens: int) -> None:
+        super().__init__([inner])
+        if tokens < 1:
+            raise ValueError(f"first{tokens}: protect at least one token of each chunk")
+        self.tokens = tokens
+
+    @property
+    def name(self) -> str:
+        """`hkvd@first4`."""
+        return f"{_inner(self.parts[0])}@first{self.tokens}"
+
+    def score(self, candidates: Candidates) -> Tensor:
+        """Minus the place among all tokens, above all others for the first ones."""
+        place = ranks(self.parts[0].score(candidates))
+        return (candidates.offset < self.tokens) * len(place) - place
+
+
 def _inner(selector: Selector) -> str:
     """A name that can be followed by `@`."""
     return f"({selector.name})" if isinstance(selector, Union | Product) else selector.name
