@@ -40,7 +40,7 @@ def quality(
         str, typer.Option(help="What stands before a chunk while it is computed, as none,bos,system,dummy.")
     ] = "none",
     check_layers: Annotated[
-        str | None, typer.Option(help="Schedules beside the ratios, layer:share kept, as '1:0.3,4:0.15; 2:0.15'.")
+        str | None, typer.Option(help="Schedules of the first selector, layer:share, as '1:0.3,4:0.15; 2:0.15'.")
     ] = None,
     reference: Annotated[str, typer.Option(help="What KL is given relative to: SELECTOR:RATIO.")] = "hkvd:0.15",
     answers: Annotated[bool, typer.Option("--answers/--no-answers", help="Generate and score answers.")] = True,

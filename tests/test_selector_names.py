@@ -12,6 +12,7 @@ from blendkv.selectors import (
     Boundary,
     Candidates,
     Every,
+    First,
     PerChunk,
     Product,
     Random,

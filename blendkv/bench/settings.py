@@ -58,8 +58,8 @@ def settings_of(
     """The settings that names mean, each once: full recompute always, no context where answers are scored.
 
     Blends at ratio 0 are all the same, full reuse, and one line. A selector with a ratio of its own (`none`, `all`) has
-    one line at that ratio. Reuse and blends are there once for each condition; each selector has a line for each
-    schedule too, under its last ratio.
+    one line at that ratio. Reuse and blends are there once for each condition. The first selector has a line for
+    each schedule too, in the first condition, under its last ratio: one thing is varied at a time.
 
     Raises:
         ValueError: for an unknown method, selector or condition, a ratio outside [0, 1], or a schedule that grows.
@@ -76,10 +76,11 @@ def settings_of(
         raise ValueError(f"unknown condition {told}; choose among {', '.join(CONDITIONS)}")
     found = [Setting("full"), *([Setting(NO_CONTEXT)] if answers else [])]
     found += [Setting("prefix", how=Prefix())] if "prefix" in methods else []
-    for condition in (None if name == "none" else name for name in conditions):
+    for i, name in enumerate(conditions):
+        condition = None if name == "none" else name
         if "reuse" in methods or ("blend" in methods and 0.0 in ratios):
             found.append(Setting("reuse", None, 0.0, condition, how=Reuse()))
-        found += list(_blends(selectors, ratios, condition, schedules)) if "blend" in methods else []
+        found += _blends(selectors, ratios, condition, () if i else schedules) if "blend" in methods else []
     found += [Setting(name) for name in MAPPING if name in methods]
     return list({setting.key: setting for setting in found}.values())
 
@@ -103,14 +104,14 @@ def _blends(
     condition: str | None,
     schedules: Sequence[Mapping[int, float]],
 ) -> Iterator[Setting]:
-    for given in selectors:
+    for i, given in enumerate(selectors):
         selector = get_selector(given)
         name = given if isinstance(given, str) else selector.name
         for ratio in ratios if selector.ratio is None else [selector.ratio]:
             make_schedule(selector, ratio)  # refuses what is out of range
             if ratio or selector.ratio is not None:
                 yield Setting("blend", name, ratio, condition, how=Blend(ratio, selector))
-        for schedule in schedules if selector.ratio is None else ():
+        for schedule in schedules if i == 0 and selector.ratio is None else ():
             make_schedule(selector, 1.0, schedule)
             last = float(schedule[max(schedule)])
             how = Blend(last, selector, schedule)
