@@ -253,7 +253,7 @@ def _print_quality(found: Any, title: str) -> None:
                     _said(row["relative"], ".2f"),
                     _said(row["same"], ".0%"),
                     _said(row["ttft_s"], ".3f", " s"),
-                    _said(row["ttft_ratio"], ".2f", "x"),
+                    _said(row["speedup"], ".2f", "x"),
                     *([_said(row["f1"], ".3f"), _said(row["rouge_l"], ".3f")] if scored else []),
                 ]
                 for row in rows

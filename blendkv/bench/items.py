@@ -26,7 +26,7 @@ from blendkv.scoring import add_scores
 
 ANSWER_TOKENS = {"qa": 32, "summary": 128, "dialogue": 128}
 """Most tokens of an answer, by style."""
-FIGURES = ("charged_budget", "kl", "kl_first", "same", "f1", "rouge_l", "ttft_s", "ttft_ratio")
+FIGURES = ("charged_budget", "kl", "kl_first", "same", "f1", "rouge_l", "ttft_s", "speedup")
 Figures = dict[str, Any]
 
 
@@ -60,7 +60,7 @@ class Examiner:
 
         Chunks are computed once for each condition, and full recompute's answer; every other setting is then one prompt
         and one forward of forced tokens, and of its own answer only what differs from the forced one is generated.
-        `ttft_ratio` is the time of full recompute, on this prompt and in this call, over the setting's.
+        `speedup` is the time of full recompute, on this prompt and in this call, over the setting's.
         """
         limit, settings = self.max_new_tokens or ANSWER_TOKENS[example.style], list(settings)
         case = lay_out(self.model, self.tokenizer, example, cell)
@@ -86,7 +86,7 @@ class Examiner:
             if self.answers and example.answers:
                 figures["f1"] = token_f1(figures["answer"], example.answers)
                 figures["rouge_l"] = rouge_l(figures["answer"], example.answers)
-            figures["ttft_ratio"] = teacher.seconds / figures["ttft_s"]
+            figures["speedup"] = teacher.seconds / figures["ttft_s"]
             yield setting, dict.fromkeys((*FIGURES, "answer")) | figures | {"tokens": int(case.ids.shape[1])}
 
     def _scored(self, case: Case, settings: Sequence[Setting], condition: str | None) -> Case:

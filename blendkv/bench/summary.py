@@ -32,7 +32,7 @@ def rows_of(figures: Mapping[tuple, Sequence[Figures]], reference: Setting) -> l
         ci: dict[str, list[float] | None] = {}
         for name in MEANS:
             row[name], ci[name] = _said(draws.mean, [figure[name] for figure in own])
-        for name in ("ttft_s", "ttft_ratio"):
+        for name in ("ttft_s", "speedup"):
             row[name], ci[name] = _said(draws.median, [figure.get(name) for figure in own])
         row["relative"], ci["relative"] = None, None
         if row["kl"] is not None:
