@@ -130,7 +130,11 @@ def hub_records(name: str) -> list[Record]:
     try:
         found = datasets.load_dataset(where, config or None)
     except Exception as error:  # datasets raises a dozen kinds, of its own and of others
-        raise OSError(f"cannot read the Hugging Face dataset {where!r}: {' '.join(str(error).split())}") from error
+        told = " ".join(str(error).split()).rstrip(".")
+        raise OSError(
+            f"cannot read the Hugging Face dataset {where!r}: {told}. Check its name and the network (HF_HUB_OFFLINE, "
+            "HF_ENDPOINT), or fetch its file elsewhere and give the path of that"
+        ) from error
     names = [split] if split else ["validation", "test"]
     chosen = next((part for part in names if part in found), None)
     if chosen is None:

@@ -105,7 +105,7 @@ def test_speed_is_relative_to_full_recompute_of_the_same_prompt(attached):
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_what_others_do_on_the_machine_is_not_counted_on_one_thread(attached, threads, monkeypatch):
-    """A call that sleeps (or waits for a core) has taken no time of its own; with more threads the wall clock counts."""
+    """A call that sleeps, or waits for a core, took no time of its own; with more threads the wall clock counts."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     examiner = Examiner(attached("llama"), byte_tokenizer())
     _, seconds = examiner._timed(lambda: time.sleep(0.5))
