@@ -66,13 +66,19 @@ def quality(
         from blendkv.bench.laying import sweep
         from blendkv.bench.quality import measure_quality
         from blendkv.bench.results import require_room, write_rows
-        from blendkv.bench.settings import settings_of
+        from blendkv.bench.settings import REFERENCE, reference_of, settings_of
         from blendkv.bench.tasks import UNCUT, read_task
+        from blendkv.selectors import get_selector
 
         _known_task(task)
         varied: dict[str, Any] = {"conditions": _list(condition), "schedules": schedules}
         chosen = _list(methods), _list(selectors), shares, answers
+        _usage(lambda: [get_selector(name) for name in _list(selectors)], "--selectors")
         settings = _usage(lambda: settings_of(*chosen, **varied), "--methods")
+        if named != REFERENCE and reference_of(settings, *named).key[1:3] != named:
+            raise typer.BadParameter(f"{reference} is not among what is measured", param_hint="--reference")
+        if out is not None and rows_into is not None and out.absolute() == rows_into.absolute():
+            raise typer.BadParameter("figures and rows need a file each", param_hint="--out, --rows")
         require_room(rows_into)
         wanted: dict[str, Any] = {"limit": n, "records": records, "skip_bad": skip_bad}
         read_task(task, data, UNCUT, **wanted)  # what is malformed stops here, before a model is loaded
@@ -99,6 +105,8 @@ def quality(
         print_json({**told, "computed": found.computed, "verdicts": found.verdicts, "rows": found.rows})
         return
     _print_quality(found, f"{model}: {len(reading.examples)} prompts of {task}, KL(full recompute || method)")
+    if len(reading.examples) < n:
+        typer.echo(f"{n} prompts were asked for, and the data has no more of them", err=True)
     for line in reading.skipped:
         typer.echo(f"skipped: {line}", err=True)
 

@@ -24,10 +24,10 @@ layout pace prefilling scoring divergence guard manifest gathering hub sharing p
 texts trials calibrating models contract testing passages bench bench.measure bench.scores bench.intervals bench.records
 bench.readers bench.synthetic bench.tasks bench.methods bench.shapes bench.prompts bench.gates bench.decode bench.memory
 bench.results bench.stores bench.traces bench.eviction bench.kernels bench.coding bench.loading bench.ttft bench.laying
-bench.answering bench.forcing bench.mapping bench.conditions bench.settings bench.items bench.journal bench.summary bench.codec_table
-bench.store_table bench.table bench.leaderboard bench.quality bench.insights bench.quality_plot bench.plot bench.suggest
-bench.coders bench.codec bench.joint verify families survey guide demo _console _options cli_bench cli_bench_stores
-cli_codec cli_quality cli_stores cli_precompute cli __main__
+bench.answering bench.forcing bench.mapping bench.conditions bench.settings bench.items bench.journal bench.summary
+bench.codec_table bench.store_table bench.table bench.leaderboard bench.quality bench.insights bench.quality_plot
+bench.plot bench.suggest bench.coders bench.codec bench.joint verify families survey guide demo _console _options
+cli_bench cli_bench_stores cli_codec cli_quality cli_stores cli_precompute cli __main__
 """
 ORDER = _ORDER.split()
 

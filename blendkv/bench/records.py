@@ -89,10 +89,12 @@ def read_records(path: Path) -> list[Record]:
     """All records of a JSON list, or of JSON Lines where the name ends in `.jsonl`; a bad line is a record too.
 
     Raises:
-        ValueError: if a `.json` file is not JSON, or no list.
+        ValueError: if it is a folder or not UTF-8, or a `.json` file is not JSON, or no list.
         OSError: if it cannot be read.
     """
-    text = path.read_text(encoding="utf-8")
+    if path.is_dir():
+        raise ValueError(f"{path.name} is a folder: give one of its files")
+    text = _decoded(path)
     if path.suffix == ".jsonl":
         lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
         return [Record(_parse(line), f"{path.name}, line {number}", number) for number, line in lines]
@@ -142,6 +144,16 @@ def hub_records(name: str) -> list[Record]:
             f"{where} has no split {' or '.join(names)}: choose one of {', '.join(found)}, as {where}::NAME"
         )
     return [Record(dict(value), f"{where}[{chosen}], record {i}") for i, value in enumerate(found[chosen])]
+
+
+def _decoded(path: Path) -> str:
+    """The file's text, without the byte order mark that some editors put in front."""
+    data = path.read_bytes()
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path.name}, line {line}: not UTF-8 text ({error.reason})") from None
 
 
 class BadLine(str):

@@ -9,6 +9,7 @@ from blendkv.bench.conditions import CONDITIONS
 from blendkv.bench.mapping import MAPPING, QUALITY_METHODS
 from blendkv.bench.methods import Blend, Prefix, Reuse
 from blendkv.cache import make_schedule
+from blendkv.scoring import SCORES
 from blendkv.selectors import Selector, get_selector
 
 NO_CONTEXT = "nocontext"
@@ -74,6 +75,8 @@ def settings_of(
     if strange or not conditions:
         told = ", ".join(map(repr, strange)) or "none"
         raise ValueError(f"unknown condition {told}; choose among {', '.join(CONDITIONS)}")
+    if "blend" in methods and not selectors:
+        raise ValueError("blends need a selector, such as hkvd")
     found = [Setting("full"), *([Setting(NO_CONTEXT)] if answers else [])]
     found += [Setting("prefix", how=Prefix())] if "prefix" in methods else []
     for i, name in enumerate(conditions):
@@ -107,12 +110,18 @@ def _blends(
     for i, given in enumerate(selectors):
         selector = get_selector(given)
         name = given if isinstance(given, str) else selector.name
+        if unknown := sorted(set(selector.stored) - SCORES.keys()):
+            raise ValueError(
+                f"selector {name!r}: no score {unknown[0]!r} is known; choose of {', '.join(sorted(SCORES))}"
+            )
         for ratio in ratios if selector.ratio is None else [selector.ratio]:
             make_schedule(selector, ratio)  # refuses what is out of range
             if ratio or selector.ratio is not None:
                 yield Setting("blend", name, ratio, condition, how=Blend(ratio, selector))
         for schedule in schedules if i == 0 and selector.ratio is None else ():
             make_schedule(selector, 1.0, schedule)
+            if 0 in schedule and "deviation" in selector.needs:
+                raise ValueError(f"selector {name!r} compares, and at layer 0 nothing deviates yet: begin at layer 1")
             last = float(schedule[max(schedule)])
             how = Blend(last, selector, schedule)
             yield Setting("blend", name, last, condition, schedule_name(schedule), how)
