@@ -51,6 +51,7 @@ def quality(
     skip_bad: SkipBad = False,
     out: Out = None,
     rows_into: Rows = None,
+    figure: Annotated[Path | None, typer.Option(help="SVG or PNG file that the rows are drawn into.")] = None,
     dtype: Dtype = "float32",
     device: Device = "cpu",
     as_json: Json = False,
@@ -64,6 +65,7 @@ def quality(
     named, schedules = _reference(reference), _schedules(check_layers)
     with work(as_json):
         from blendkv.bench.laying import sweep
+        from blendkv.bench.plot import plot, require_drawing
         from blendkv.bench.quality import measure_quality
         from blendkv.bench.results import require_room, write_rows
         from blendkv.bench.settings import REFERENCE, reference_of, settings_of
@@ -80,6 +82,7 @@ def quality(
         if out is not None and rows_into is not None and out.absolute() == rows_into.absolute():
             raise typer.BadParameter("figures and rows need a file each", param_hint="--out, --rows")
         require_room(rows_into)
+        require_drawing(figure)
         wanted: dict[str, Any] = {"limit": n, "records": records, "skip_bad": skip_bad}
         read_task(task, data, UNCUT, **wanted)  # what is malformed stops here, before a model is loaded
         loaded, tokenizer = load(model, dtype, device)
@@ -100,6 +103,8 @@ def quality(
         )
         if rows_into is not None:
             write_rows(rows_into, found.rows)
+        if figure is not None:
+            plot(found.rows, figure)
     if as_json:
         told = {**about, "prompts": len(reading.examples), "skipped": reading.skipped, "left_out": found.left_out}
         print_json({**told, "computed": found.computed, "verdicts": found.verdicts, "rows": found.rows})

@@ -388,7 +388,11 @@ def test_bench_quality(run, model, tmp_path):
         assert row["command"].startswith("blendkv")
         assert str(tmp_path) not in row["command"]
     assert len(read_rows(rows_file)) == 10
-    again = only_json(run(*arguments, *more, "--out", items, "--json"))
+    pytest.importorskip("matplotlib")
+    figure = tmp_path / "figure.svg"
+    again = only_json(run(*arguments, *more, "--out", items, "--figure", figure, "--json"))
+    assert "time to the first token / full recompute" in figure.read_text()
+    assert "matplotlib draws" in run(*arguments, "--figure", "figure.docx").stderr
     assert again["computed"] == 0
     assert [row["kl"] for row in again["rows"]] == [row["kl"] for row in told["rows"]]
     other = run(*arguments, "--no-answers", "--out", items)
