@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from blendkv.bench.conditions import CONDITIONS
 from blendkv.bench.mapping import MAPPING, QUALITY_METHODS
 from blendkv.bench.methods import Blend, Prefix, Reuse
 from blendkv.cache import make_schedule
+from blendkv.layout import CONDITIONS
 from blendkv.scoring import SCORES
 from blendkv.selectors import Selector, get_selector
 

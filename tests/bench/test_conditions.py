@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from blendkv.bench.conditions import DUMMY, conditioned, conditioning_ids
+from blendkv.bench.conditions import conditioned
 from blendkv.bench.forcing import Reference, compare
 from blendkv.bench.items import Examiner
 from blendkv.bench.laying import Cell
@@ -13,7 +13,7 @@ from blendkv.bench.methods import forced_logits
 from blendkv.bench.settings import Setting, reference_of, settings_of
 from blendkv.bench.tasks import Example
 from blendkv.cache import BlendedCache
-from blendkv.layout import encode
+from blendkv.layout import DUMMY, conditioning_ids, encode
 from blendkv.prefilling import prefill
 from blendkv.testing import byte_tokenizer
 
@@ -24,7 +24,7 @@ ALL = ("none", "bos", "system", "dummy")
 def test_what_stands_before_a_chunk():
     tokenizer, head = byte_tokenizer(bos=True), (5, 6)
     bos = tokenizer.bos_token_id
-    assert conditioning_ids(None, tokenizer, head) == conditioning_ids("none", tokenizer, head) == ()
+    assert conditioning_ids("none", tokenizer, head) == ()
     assert conditioning_ids("bos", tokenizer, head) == (bos,)
     assert conditioning_ids("system", tokenizer, head) == head
     assert conditioning_ids("dummy", tokenizer, head) == (bos, *encode(tokenizer, DUMMY))
