@@ -152,7 +152,7 @@ def conditioning_ids(condition: str, tokenizer: Any, head: Iterable[int]) -> tup
     """The ids that stand before a chunk while it is computed.
 
     Args:
-        condition: of `CONDITIONS`: nothing; a BOS; the prompt's head; or a few neutral words, after a BOS if there is one
+        condition: of `CONDITIONS`: nothing; a BOS; the prompt's head; or a few neutral words (after a BOS, if any)
             (EPIC's LegoLink-0 puts four BOS there, Hu et al. 2410.15332).
         tokenizer: has the BOS, and cuts the text.
         head: ids of what stands before the chunks in the prompt.
