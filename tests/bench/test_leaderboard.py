@@ -1,5 +1,6 @@
 """The leaderboard page equals what its command renders, and figures are drawn of any rows."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,13 @@ def test_figures_are_drawn(tmp_path, suffix):
             "attention deviation",
         ):
             assert words in text
+
+
+def test_every_interval_on_the_page_of_defaults_is_in_the_rows():
+    """`0.86 (0.65 to 1.09)` is the relative KL of some row, as it is rounded there."""
+    page = (ROOT / "docs" / "guides" / "defaults.md").read_text(encoding="utf-8")
+    rows = [r for name in ("quality-defaults", "sweeps") for r in read_rows(ROOT / "docs" / "results" / f"{name}.json")]
+    known = {(f"{r['relative']:.2f}", *(f"{v:.2f}" for v in r["ci"]["relative"])) for r in rows if r["ci"]["relative"]}
+    told = re.findall(r"(\d+\.\d\d) \((\d+\.\d\d) to (\d+\.\d\d)\)", page)
+    assert len(told) > 20
+    assert [interval for interval in told if interval not in known] == []
