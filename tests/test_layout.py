@@ -15,22 +15,22 @@ codecs.base codecs.raw codecs.profile codecs.protect codecs.statistics codecs.tr
 codecs.fitting codecs _compat compiling flops report kernels.table chunk weights rope kernels.naive kernels.placing
 kernels.rows kernels.rans kernels.klt kernels.mass kernels.attention kernels chunkfile overlap expanding prompt
 selectors.base selectors.static selectors.deviation selectors.attention selectors.stored selectors.combined
-selectors.names selectors stores.base stores.deadline stores.keys stores.urls stores.files stores.hits
-stores.inventory stores.disk stores.breaker stores.resp stores.valkey_server stores.valkey_servers stores.valkey_url
-stores.valkey stores.catalog stores.valkey_centre stores.patience stores.remote stores.eviction stores.coding
-stores.opening stores.pool stores.writing stores.tiered stores.saved stores stores.upkeep stores.checking
-stores.inspection loading.queues loading.scheduler loading.sources loading.arriving loading loading.clocks attention
-mass cache facts plan question buffers waits graphs norms blend catching decoding attachment hooks learning proof
-attaching layout pace loading.costs loading.controller loading.progress loading.pipeline loading.guided prefilling
-loading.measuring scoring divergence guard manifest gathering hub sharing pretrained library documents precompute
-texts trials calibrating models contract testing passages bench bench.measure bench.scores bench.intervals
-bench.records bench.readers bench.synthetic bench.tasks bench.methods bench.shapes bench.prompts bench.gates
-bench.decode bench.memory bench.results bench.stores bench.traces bench.bandwidth bench.throttle bench.eviction
-bench.kernels bench.coding bench.expanding bench.ttft bench.laying bench.answering bench.forcing bench.loading
-bench.mapping bench.settings bench.items bench.journal bench.summary bench.codec_table bench.store_table bench.table
-bench.leaderboard bench.quality bench.insights bench.quality_plot bench.plot bench.suggest bench.coders bench.codec
-bench.joint verify families survey guide demo _console _options cli_bench cli_bench_stores cli_codec cli_quality
-cli_stores cli_precompute cli_calibrate cli_bench_loading cli __main__
+selectors.names selectors stores.base stores.deadline stores.keys stores.urls stores.files stores.hits stores.inventory
+stores.disk stores.breaker stores.resp stores.valkey_server stores.valkey_servers stores.valkey_url stores.valkey
+stores.catalog stores.valkey_centre stores.patience stores.remote stores.eviction stores.coding stores.opening
+stores.pool stores.writing stores.tiered stores.saved stores stores.upkeep stores.checking stores.inspection
+loading.queues loading.scheduler loading.sources loading.arriving loading loading.clocks attention mass cache facts plan
+question buffers waits graphs norms blend catching decoding attachment hooks learning proof attaching layout pace
+loading.costs loading.controller loading.progress loading.pipeline loading.guided prefilling loading.measuring scoring
+divergence guard manifest gathering hub sharing pretrained library documents precompute texts trials calibrating models
+contract testing passages bench bench.measure bench.scores bench.intervals bench.records bench.readers bench.synthetic
+bench.tasks bench.methods bench.shapes bench.prompts bench.gates bench.decode bench.memory bench.results bench.stores
+bench.traces bench.bandwidth bench.throttle bench.eviction bench.kernels bench.coding bench.expanding bench.ttft
+bench.laying bench.answering bench.forcing bench.loading bench.mapping bench.conditions bench.settings bench.items
+bench.journal bench.summary bench.codec_table bench.store_table bench.table bench.leaderboard bench.quality
+bench.insights bench.quality_plot bench.plot bench.suggest bench.coders bench.codec bench.joint verify families survey
+guide demo _console _options cli_bench cli_bench_stores cli_codec cli_quality cli_stores cli_precompute cli_calibrate
+cli_bench_loading cli __main__
 """
 ORDER = _ORDER.split()
 

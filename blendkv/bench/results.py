@@ -46,7 +46,7 @@ IDENTITIES = {
     "stores": (*SETTINGS["stores"], "store", "size"),
     "pool": (*SETTINGS["pool"], "entries", "eviction"),
     "eviction": (*SETTINGS["eviction"], "zipf", "drift", "capacity", "policy"),
-    "quality": (*SETTINGS["quality"], "method", "selector", "ratio"),
+    "quality": (*SETTINGS["quality"], "method", "selector", "ratio", "condition", "check_layers"),
     "insights": (*SETTINGS["insights"], "figure", "layer", "ratio"),
     "loading": (*SETTINGS["loading"], "factor", "method", "ratio"),
 }
