@@ -90,7 +90,7 @@ class Layout:
     def _frame(self, system: str | None) -> tuple[str, str, str]:
         """The prompt's text before the documents, between documents and question, and after."""
         if getattr(self.tokenizer, "chat_template", None) is None:
-            bos = self.tokenizer.bos_token if self._adds_bos() else ""
+            bos = self.tokenizer.bos_token if begins_with_bos(self.tokenizer) else ""
             text = bos + (PLAIN if system else PLAIN.removeprefix(f"{SYSTEM}\n\n"))
         else:
             text = self._render(system is not None)
@@ -124,11 +124,6 @@ class Layout:
     def _template(self, messages: list[dict[str, str]]) -> str:
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
-    def _adds_bos(self) -> bool:
-        bos = self.tokenizer.bos_token_id
-        with TOKENIZER_LOCK:
-            return bos is not None and self.tokenizer("a")["input_ids"][:1] == [bos]
-
     def _plain(self, text: str, kind: Literal["chunk", "text"] = "text") -> Piece:
         return Piece(text, tuple(encode(self.tokenizer, text)) if text else (), kind)
 
@@ -146,6 +141,13 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     """
     with TOKENIZER_LOCK:
         return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+
+def begins_with_bos(tokenizer: Any) -> bool:
+    """Whether a tokenizer puts a BOS before every text, so that its model has hardly seen one without."""
+    bos = tokenizer.bos_token_id
+    with TOKENIZER_LOCK:
+        return bos is not None and list(tokenizer("a")["input_ids"][:1]) == [bos]
 
 
 def conditioning_ids(condition: str, tokenizer: Any, head: Iterable[int]) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from blendkv.container.seals import check_secret
 from blendkv.errors import ChunkMissError
 from blendkv.facts import ModelFacts
 from blendkv.guard import Guard
-from blendkv.layout import Layout, Piece, Prompt, conditioning_ids, texts_of
+from blendkv.layout import Layout, Piece, Prompt, begins_with_bos, conditioning_ids, texts_of
 from blendkv.loading.controller import Controller
 from blendkv.loading.guided import Guided
 from blendkv.loading.pipeline import TEXT, Pipeline
@@ -77,7 +77,8 @@ class ChunkLibrary(PretrainedMixin):
         codec: how chunks are kept there: None or "raw" loses nothing; `get_codec("klt", profile=...)`.
         recompute_ratio, selector, check_layers, strict, reserve: defaults for every prompt's `BlendedCache`.
         condition: what stands before a chunk while it is computed: "none", "bos", "system" (the prompt's head), or
-            "dummy" (a few neutral words). Part of the key; which is best depends on model and task.
+            "dummy" (a few neutral words). "auto": a BOS where the tokenizer begins every text with one, else nothing
+            (docs/guides/defaults.md). Part of the key; which is best depends on model and task.
         chunk_tokens: longer documents are cut at sentence ends.
         separator: text after every document in the prompt; never part of a chunk, always computed.
         namespace: part of every key: who may use each other's chunks. Who runs the service sets it, never a request; a
@@ -107,7 +108,7 @@ class ChunkLibrary(PretrainedMixin):
         check_layers: Mapping[int, float] | None = None,
         strict: bool = False,
         reserve: int = 256,
-        condition: Literal["none", "bos", "system", "dummy"] = "none",
+        condition: Literal["auto", "none", "bos", "system", "dummy"] = "auto",
         chunk_tokens: int = 512,
         separator: str = "\n\n",
         namespace: str | None = None,
@@ -121,6 +122,8 @@ class ChunkLibrary(PretrainedMixin):
         progress: bool = False,
         guard: Guard | None = None,
     ) -> None:
+        if condition == "auto":
+            condition = "bos" if begins_with_bos(tokenizer) else "none"
         conditioning_ids(condition, tokenizer, ())  # refuses what cannot be
         if on_miss not in ("prefill", "recompute"):
             raise ValueError(f"on_miss={on_miss!r}: choose 'prefill' or 'recompute'")

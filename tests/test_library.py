@@ -367,3 +367,14 @@ def test_a_tenants_secret(library, tmp_path):
         report = library(store=tmp_path / "s", **other)(DOCUMENTS, QUESTION).report
         assert not report.loaded
         assert report.prefilled_tokens > 0
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_chunks_stand_behind_a_bos_where_every_text_does(bos):
+    """Gemma's chunks that are computed without one are far off (docs/guides/defaults.md)."""
+    model, tokenizer = tiny_model("llama"), byte_tokenizer(bos=bos)
+    kv = ChunkLibrary(model, tokenizer)
+    assert kv.condition == ("bos" if bos else "none")
+    (chunk,) = kv.prefill(["a document"])
+    assert chunk.conditioning == ((tokenizer.bos_token_id,) if bos else ())
+    assert ChunkLibrary(model, tokenizer, condition="none").condition == "none"

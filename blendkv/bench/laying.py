@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from blendkv.bench.methods import Case
 from blendkv.bench.records import Example
-from blendkv.layout import Layout, encode
+from blendkv.layout import Layout, begins_with_bos, encode
 
 INSTRUCTIONS = {
     "qa": "Answer the question using the passages below.",
@@ -60,9 +60,8 @@ def frame(tokenizer: Any, example: Example) -> tuple[list[int], list[int]]:
     if not chat and example.style == "qa":
         after += "\nAnswer:"
     head = _special(tokenizer, before.format(instruction=instruction))
-    bos = tokenizer.bos_token_id
-    if bos is not None and tokenizer("a")["input_ids"][:1] == [bos]:
-        head = [bos, *head]
+    if begins_with_bos(tokenizer):
+        head = [tokenizer.bos_token_id, *head]
     return head, _special(tokenizer, after.format(asking=asking))
 
 
