@@ -1,0 +1,1 @@
+"""blendkv in other frameworks: LangChain, LlamaIndex, Haystack, pipelines of transformers; each module needs its own."""
