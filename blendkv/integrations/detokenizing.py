@@ -11,6 +11,8 @@ from blendkv.layout import TOKENIZER_LOCK
 
 HALF = "\ufffd"
 """What a tokenizer prints for bytes of a character that is not complete."""
+MOST_WAITING = 4
+"""Tokens after which what still looks like half a character is shown as it is: UTF-8 has no longer ones."""
 
 
 class StopText:
@@ -86,7 +88,7 @@ class AnswerStreamer(BaseStreamer):
             return
         self._ids += value.reshape(-1).tolist()
         before, text = self._decode(self._window, self._read), self._decode(self._window)
-        if len(text) > len(before) and not text.endswith(HALF):
+        if len(text) > len(before) and (not text.endswith(HALF) or len(self._ids) - self._read > MOST_WAITING):
             self._window, self._read = self._read, len(self._ids)
             self._show(self.stop.feed(text[len(before) :]))
 

@@ -71,7 +71,7 @@ class ChatBlended(BaseChatModel):
     selector: Any = None
     template: dict[str, Any] = Field(default_factory=dict)
 
-    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
+    model_config = ConfigDict(arbitrary_types_allowed=True)
 
     def model_post_init(self, context: Any) -> None:
         """Refuses bad settings now, not at the first message."""

@@ -24,7 +24,7 @@ try:
 except ImportError as error:
     raise missing("langchain", error) from error
 
-from pydantic import ConfigDict, PrivateAttr
+from pydantic import ConfigDict, Field, PrivateAttr
 
 EVENT = "blendkv.chunks"
 """Name of the custom event that tells traces what was there and what was computed."""
@@ -44,12 +44,15 @@ class ChunkCacheRetriever(BaseRetriever):
         library: whose chunks.
         mode: "prefill" computes and stores what is missing before it returns; "load" starts to bring what a store has
             into memory, in a thread, and returns at once.
+        k: most documents to keep, the first ones; None keeps all. A call may have its own (`invoke(query, k=3)`), which
+            the wrapped retriever is given too.
         system: the system prompt that the documents will be used under; matters with `condition="system"`.
     """
 
     retriever: RetrieverLike
     library: ChunkLibrary
     mode: Literal["prefill", "load"] = "prefill"
+    k: int | None = Field(default=None, ge=1)
     system: str | None = None
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
@@ -68,8 +71,8 @@ class ChunkCacheRetriever(BaseRetriever):
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
         children = run_manager.get_child()
-        documents = _checked(self.retriever.invoke(query, config={"callbacks": children}, **kwargs))
-        documents, event = self._with_keys(documents)
+        found = _checked(self.retriever.invoke(query, config={"callbacks": children}, **kwargs))
+        documents, event = self._with_keys(found[: kwargs.get("k", self.k)])
         if event["documents"]:
             dispatch_custom_event(EVENT, event, config={"callbacks": children})
         return documents
@@ -78,8 +81,8 @@ class ChunkCacheRetriever(BaseRetriever):
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
         children = run_manager.get_child()
-        documents = _checked(await self.retriever.ainvoke(query, config={"callbacks": children}, **kwargs))
-        documents, event = await asyncio.to_thread(self._with_keys, documents)
+        found = _checked(await self.retriever.ainvoke(query, config={"callbacks": children}, **kwargs))
+        documents, event = await asyncio.to_thread(self._with_keys, found[: kwargs.get("k", self.k)])
         if event["documents"]:
             await adispatch_custom_event(EVENT, event, config={"callbacks": children})
         return documents
