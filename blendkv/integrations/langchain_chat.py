@@ -93,7 +93,7 @@ class ChatBlended(BaseChatModel):
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
-        params["ls_provider"], params["ls_model_name"] = "blendkv", self.model_name
+        params["ls_provider"] = "blendkv"
         params["ls_max_tokens"] = kwargs.get("max_tokens", self.max_tokens)
         if ends := stop or self.stop:
             params["ls_stop"] = ends

@@ -32,7 +32,11 @@ class Chat:
 
     @property
     def chat_model_params(self):
-        return {"library": self.library, "max_tokens": 8}
+        return {"library": self.library}
+
+    @property
+    def standard_chat_model_params(self):
+        return {"temperature": 0, "max_tokens": 8, "timeout": 60, "stop": [], "max_retries": 2}
 
 
 class TestChatUnit(Chat, ChatModelUnitTests):
@@ -66,8 +70,8 @@ class TestChat(Chat, ChatModelIntegrationTests):
         return whole
 
 
-def nearest(query):
-    return DOCUMENTS
+def nearest(query, k=None):
+    return DOCUMENTS[:k]
 
 
 class TestRetriever(RetrieversIntegrationTests):
