@@ -10,7 +10,8 @@ from blendkv.testing import CHATML, byte_tokenizer
 
 DOCUMENTS = ["The tower is 61 m high.", "It was built in 1923."]
 STRICT = (  # as Gemma's and Mistral's: no system, no tool, turns alternate
-    "{% for m in messages %}{% if m['role'] not in ['user', 'assistant'] %}{{ raise_exception('no such role') }}{% endif %}"
+    "{% for m in messages %}{% if m['role'] not in ['user', 'assistant'] %}"
+    "{{ raise_exception('no such role') }}{% endif %}"
     "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('must alternate') }}{% endif %}"
     "<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -126,7 +127,7 @@ def test_a_template_that_refuses_is_quoted(library):
     with pytest.raises(ValueError, match=r"must alternate \(roles: assistant, user\)"):
         library(STRICT).conversation(turns)
     with pytest.raises(ValueError, match="each once, in order and unchanged"):
-        library(CHATML.replace("{{ m['content'] }}", "{{ m['content'] | upper }}{{ m['content'] }}")).conversation(turns)
+        library(CHATML.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m['content'] }}")).conversation(turns)
 
 
 def test_without_a_template(attached):

@@ -1,1 +1,1 @@
-"""blendkv in other frameworks: LangChain, LlamaIndex, Haystack, pipelines of transformers; each module needs its own."""
+"""blendkv in other frameworks: each module needs its own, and nothing else imports it."""
