@@ -8,10 +8,10 @@ import math
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,6 +65,24 @@ class Settings:
             raise ValueError(f"timeout={self.timeout}: give seconds, more than 0, or None")
         if isinstance(self.stop, str) or not all(isinstance(stop, str) and stop for stop in self.stop):
             raise ValueError(f"stop={self.stop!r}: give a list of strings that are not empty")
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], blend: Mapping[str, Any] | None = None) -> Settings:
+        """Settings as users of frameworks give them: stop strings in a list, blend options on their own.
+
+        Raises:
+            TypeError: for a setting that there is not.
+            ValueError: for a value that cannot be.
+        """
+        names = {name.name for name in fields(cls)} - {"blend"}
+        if unknown := sorted(set(settings) - names):
+            raise TypeError(f"unknown settings {', '.join(unknown)}: choose among {', '.join(sorted(names))}")
+        options = dict(blend or {})
+        if "recompute_ratio" in options:
+            options.setdefault("check_layers", None)  # a schedule of the library would outweigh it
+        given = dict(settings)
+        stop = given.pop("stop", None) or ()
+        return cls(**given, stop=stop if isinstance(stop, str) else tuple(stop), blend=options)
 
     def sampling(self) -> dict[str, Any]:
         """What `generate` is told."""
@@ -139,7 +157,7 @@ class Asking:
 
     def __init__(self, library: ChunkLibrary, prompt: Prompt, settings: Settings) -> None:
         self.library, self.prompt, self.settings = library, prompt, settings
-        self.max_tokens = min(settings.max_tokens, _room(library.model, len(prompt.ids)))
+        self.max_tokens = min(settings.max_tokens, room(library.model, len(prompt.ids)))
 
     def run(self, emit: Callable[[str], None] = lambda text: None, stopped: threading.Event | None = None) -> Answer:
         """Answers here and now.
@@ -156,7 +174,7 @@ class Asking:
         streamer = AnswerStreamer(library.tokenizer, settings.stop, emit)
         ended = _Ended(stopped, streamer, deadline)
         inputs = library.inputs(self.prompt, **settings.blend)
-        start, ends = inputs["input_ids"].shape[1], _end_ids(library)
+        start, ends = inputs["input_ids"].shape[1], end_ids(library)
         if stopped.is_set() or ended.late:
             tokens: list[int] = []
         else:
@@ -164,7 +182,7 @@ class Asking:
                 **inputs,
                 max_new_tokens=self.max_tokens,
                 eos_token_id=ends or None,
-                pad_token_id=_pad_id(library.tokenizer, ends),
+                pad_token_id=pad_id(library.tokenizer, ends),
                 streamer=streamer,
                 stopping_criteria=StoppingCriteriaList([ended]),
                 **settings.sampling(),
@@ -244,7 +262,7 @@ def model_name(model: Any) -> str:
     return (Path(name).name if Path(name).is_absolute() else name) or model.config.model_type
 
 
-def _room(model: Any, tokens: int) -> int:
+def room(model: Any, tokens: int) -> int:
     """Tokens that may follow a prompt.
 
     Raises:
@@ -260,7 +278,7 @@ def _room(model: Any, tokens: int) -> int:
     return 2**31 if limit is None else limit - tokens
 
 
-def _end_ids(library: ChunkLibrary) -> list[int]:
+def end_ids(library: ChunkLibrary) -> list[int]:
     """Ids that end an answer: the model's, and the tokenizer's (a chat model's end of turn)."""
     config = library.model.generation_config
     given = [] if config is None or config.eos_token_id is None else config.eos_token_id
@@ -269,7 +287,7 @@ def _end_ids(library: ChunkLibrary) -> list[int]:
     return list(dict.fromkeys(ids if own is None else [*ids, own]))
 
 
-def _pad_id(tokenizer: Any, ends: list[int]) -> int:
+def pad_id(tokenizer: Any, ends: list[int]) -> int:
     """An id for padding, which a batch of one never has, so that `generate` need not guess, and say so."""
     pad = tokenizer.pad_token_id
     return pad if pad is not None else (ends[0] if ends else 0)

@@ -191,10 +191,8 @@ class ChatBlended(BaseChatModel):
         mine = {"recompute_ratio": self.recompute_ratio, "selector": self.selector}
         blend = {name: value for name, value in mine.items() if value is not None}
         blend |= {name: options[name] for name in _BLEND if name in options}
-        if "recompute_ratio" in blend:
-            blend.setdefault("check_layers", None)  # a schedule of the library would outweigh it
         ends = self.stop if stop is None else stop
-        return Settings(**own, stop=tuple(ends or ()) if not isinstance(ends, str) else (ends,), blend=blend)
+        return Settings.of({**own, "stop": ends}, blend)
 
     def _result(self, answer: Answer) -> ChatResult:
         message = AIMessage(

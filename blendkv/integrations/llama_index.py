@@ -115,7 +115,7 @@ class BlendedSynthesizer(BaseSynthesizer):
         **settings: Any,
     ) -> None:
         self._library, self._system, self._on_answer = library, system, on_answer
-        self._settings = Settings(**{**settings, "stop": tuple(settings.get("stop", ()))}, blend=blend or {})
+        self._settings = Settings.of(settings, blend)
 
         def count(text: str) -> list[int]:
             return list(library.layout.plain(text).ids)
@@ -178,7 +178,7 @@ class BlendedSynthesizer(BaseSynthesizer):
     def _get_prompts(self) -> dict[str, Any]:
         return {}
 
-    def _update_prompts(self, prompts: Any) -> None:
+    def _update_prompts(self, prompts_dict: Any) -> None:
         """No prompt templates: the tokenizer's chat template is used."""
 
 
