@@ -1,5 +1,9 @@
 """Coroutines are tests here, where pytest-asyncio is installed (langchain-tests brings it)."""
 
+import os
+
+os.environ.setdefault("HAYSTACK_TELEMETRY_ENABLED", "False")
+
 
 def pytest_configure(config):
     if config.pluginmanager.hasplugin("asyncio"):

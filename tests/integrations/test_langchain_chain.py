@@ -41,7 +41,9 @@ def test_the_chain_finds_reuses_and_equals_plain_generate(embeddings, kv, plain)
     told = EXAMPLE["Told"]()
     answer = chain.invoke(question, config={"callbacks": [told]})
     query = torch.tensor(embeddings.embed_query(question))
-    close = [float(query @ torch.tensor(vector)) for vector in embeddings.embed_documents([text_of(p) for p in passages])]
+    close = [
+        float(query @ torch.tensor(vector)) for vector in embeddings.embed_documents([text_of(p) for p in passages])
+    ]
     found = [passages[i] for i in sorted(range(len(close)), key=lambda i: -close[i])[:2]]
     assert found[0].title == "Octopuses"
     texts = [text_of(p) for p in found]
