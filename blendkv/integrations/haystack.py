@@ -219,7 +219,7 @@ class BlendedChatGenerator:
         """Answers from an event loop, which goes on meanwhile; see `run`."""
         await asyncio.to_thread(self.warm_up)
         callback = select_streaming_callback(self.streaming_callback, streaming_callback, requires_async=True)
-        stream = self._asking(messages, documents, generation_kwargs).astream()
+        stream = (await asyncio.to_thread(self._asking, messages, documents, generation_kwargs)).astream()
         try:
             async for item in stream:
                 if isinstance(item, Answer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -9,6 +10,7 @@ from blendkv.integrations.answering import Answer, Asking, PromptTooLongError, S
 from blendkv.integrations.extras import missing
 from blendkv.integrations.langchain_messages import turns_of
 from blendkv.library import ChunkLibrary
+from blendkv.selectors import get_selector
 
 try:
     from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -89,7 +91,14 @@ class ChatBlended(BaseChatModel):
 
     @property
     def _identifying_params(self) -> Mapping[str, Any]:
-        return {"model_name": self.model_name, "max_tokens": self.max_tokens, "temperature": self.temperature}
+        names = ("model_name", "max_tokens", "temperature", "top_p", "top_k", "stop", "template")
+        blend = {**self.library.options, **self._settings(None, {}).blend}
+        selector = get_selector(blend["selector"]).name
+        return {name: getattr(self, name) for name in names} | {
+            "recompute_ratio": blend["recompute_ratio"],
+            "check_layers": blend["check_layers"],
+            "selector": selector,
+        }
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
@@ -134,7 +143,8 @@ class ChatBlended(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return self._result(await self._asking(messages, stop, kwargs).arun())
+        asking = await asyncio.to_thread(self._asking, messages, stop, kwargs)  # to cut long texts takes a while
+        return self._result(await asking.arun())
 
     def _stream(
         self,
@@ -159,7 +169,7 @@ class ChatBlended(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        stream = self._asking(messages, stop, kwargs).astream()
+        stream = (await asyncio.to_thread(self._asking, messages, stop, kwargs)).astream()
         try:
             async for item in stream:
                 is_text = isinstance(item, str)

@@ -5,6 +5,7 @@ Needs llama-index-core: `pip install 'blendkv[llama-index]'`.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from typing import Any, Literal
 
@@ -139,7 +140,7 @@ class BlendedSynthesizer(BaseSynthesizer):
         self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any
     ) -> RESPONSE_TEXT_TYPE:
         """The same from an event loop, which goes on meanwhile."""
-        asking = self._asking(query_str, text_chunks)
+        asking = await asyncio.to_thread(self._asking, query_str, text_chunks)
         if self._streaming:
             return self._astream(asking)
         return _Answered(self._told(await asking.arun()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Literal, get_args
@@ -70,21 +71,25 @@ class Prefetcher:
         self.library, self.mode, self.system, self.waiting = library, mode, system, waiting
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="blendkv-prefetch")
         self._futures: list[Future[BlendReport | None]] = []
+        self._lock = threading.Lock()
 
     def start(self, texts: Iterable[str]) -> None:
         """Starts; returns at once."""
         wanted = list(dict.fromkeys(texts))
-        self._futures = [future for future in self._futures if not future.done()]
         if not wanted:
             return
-        if len(self._futures) >= self.waiting:
-            _LOG.warning("blendkv: %d requests to prefetch are waiting, so another is dropped", len(self._futures))
-            return
-        self._futures.append(self._thread.submit(self._run, wanted))
+        with self._lock:
+            self._futures = [future for future in self._futures if not future.done()]
+            if (full := len(self._futures)) < self.waiting:
+                self._futures.append(self._thread.submit(self._run, wanted))
+        if full >= self.waiting:
+            _LOG.warning("blendkv: %d requests to prefetch are waiting, so another is dropped", full)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits for what was started; False if that takes longer than `timeout` seconds."""
-        return not wait(list(self._futures), timeout).not_done
+        with self._lock:
+            started = list(self._futures)
+        return not wait(started, timeout).not_done
 
     def _run(self, texts: list[str]) -> BlendReport | None:
         try:

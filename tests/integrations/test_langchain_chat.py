@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import time
 
 import pytest
@@ -308,3 +309,26 @@ def test_leaving_a_stream_ends_the_answer(library, chat):
         assert len(forwards) < 200
     finally:
         handle.remove()
+
+
+def test_laying_out_happens_off_the_loop(library, chat, monkeypatch):
+    kv = library()
+    model, threads, real = chat(kv), [], kv.conversation
+    monkeypatch.setattr(kv, "conversation", lambda *args, **more: threads.append(threading.get_ident()) or real(*args))
+
+    async def main():
+        await model.ainvoke(MESSAGES)
+        return [part async for part in model.astream(MESSAGES)]
+
+    assert asyncio.run(main())
+    assert len(threads) == 2
+    assert threading.get_ident() not in threads
+
+
+def test_what_answers_depend_on_is_part_of_a_caches_key(library, chat):
+    kv = library()
+    key = chat(kv)._identifying_params
+    json.dumps(key)
+    for changes in ({"top_k": 3}, {"stop": ["x"]}, {"recompute_ratio": 0.9}, {"selector": "boundary"}):
+        assert chat(kv, **changes)._identifying_params != key
+    assert chat(library(recompute_ratio=0.9))._identifying_params == chat(kv, recompute_ratio=0.9)._identifying_params
