@@ -183,6 +183,7 @@ class Asking:
                 max_new_tokens=self.max_tokens,
                 eos_token_id=ends or None,
                 pad_token_id=pad_id(library.tokenizer, ends),
+                num_beams=1,  # whatever the model's config says: beams have nothing to show before their end
                 streamer=streamer,
                 stopping_criteria=StoppingCriteriaList([ended]),
                 **settings.sampling(),

@@ -1,11 +1,14 @@
 """Answers at once, streamed and from an event loop: the same text, the same errors, and an end when nobody listens."""
 
 import asyncio
+import random
 import threading
 import time
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from blendkv import ChunkLibrary, Guard
 from blendkv.conversation import Part, Turn
@@ -133,6 +136,33 @@ def test_characters_of_several_tokens_come_whole():
     half.put(torch.tensor(ids[:3]))
     half.end()
     assert half.text == "na\ufffd"  # what `decode` makes of it
+
+
+def llama_like():
+    """Words with their space in front, bytes for the rest; decoding drops the first space of all."""
+    words = ["▁the", "▁tower", "is", "▁", "!", *(f"<0x{byte:02X}>" for byte in range(256))]
+    backend = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("make", [llama_like, byte_tokenizer])
+def test_streamed_text_is_the_whole_text(make, seed):
+    tokenizer, shown, draw = make(), [], random.Random(seed)
+    ids = []
+    for _ in range(12):
+        character = draw.choice("aé漢🙂 ")
+        whole = {"llama_like": [5 + byte for byte in character.encode()], "byte_tokenizer": None}[make.__name__]
+        ids += draw.choice([whole, [draw.randrange(5)]]) if whole else tokenizer(character)["input_ids"]
+    streamer = AnswerStreamer(tokenizer, (), shown.append)
+    streamer.put(torch.tensor([[1, 2]]))
+    for token in ids:
+        streamer.put(torch.tensor([token]))
+    streamer.end()
+    assert "".join(shown) == tokenizer.decode(ids)
+    assert len(shown) > 3
 
 
 def test_bytes_that_are_no_text_do_not_hold_the_rest_back():
