@@ -67,10 +67,10 @@ fuzz: venv
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --count $(COUNT) $(ARGS)
 
 faults: venv
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults --full --rows $(ROWS) $(ARGS)
+	BLENDKV_TEST_TIMES=strict OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults --full --rows $(ROWS) $(ARGS)
 
 mutations: venv
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutations $(ARGS)
+	BLENDKV_TEST_TIMES=strict OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutations $(ARGS)
 
 families: venv
 	$(BIN)/blendkv verify --tiny all --write docs/guides/models.md
