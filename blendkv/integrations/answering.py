@@ -136,7 +136,8 @@ class _Ended(StoppingCriteria):
         return time.monotonic() > self.deadline
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        over = self._stopped.is_set() or self._streamer.stop.found or self.late
+        leaving = not threading.main_thread().is_alive()  # the interpreter waits for this thread, to end
+        over = self._stopped.is_set() or self._streamer.stop.found or self.late or leaving
         return torch.full((len(input_ids),), over, dtype=torch.bool, device=input_ids.device)
 
 
@@ -215,7 +216,7 @@ class Asking:
             finally:
                 items.put(_END)
 
-        thread = threading.Thread(target=work, name="blendkv-answer", daemon=True)
+        thread = threading.Thread(target=work, name="blendkv-answer")
         thread.start()
         try:
             while (item := items.get()) is not _END:

@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+import subprocess
+import sys
 import threading
 import time
 
@@ -257,6 +259,22 @@ def test_leaving_an_async_stream_ends_it(slow):
     asyncio.run(main())
     assert counter.stays()
     assert counter.count < 100
+
+
+def test_a_process_can_end_in_the_middle_of_an_answer():
+    code = """
+import time
+from blendkv import ChunkLibrary
+from blendkv.integrations.answering import Asking, Settings
+from blendkv.testing import byte_tokenizer, tiny_model
+kv = ChunkLibrary(tiny_model("llama"), byte_tokenizer(chat=True))
+asking = Asking(kv, kv.assemble(["The tower is 61 m high."], "How high?"), Settings(max_tokens=400))
+kv.inputs(asking.prompt)
+kv.model.generation_config.suppress_tokens = [i for i in range(512) if not 65 <= i < 90]
+kv.model.register_forward_pre_hook(lambda *args: time.sleep(2))
+next(stream := asking.stream())
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)  # 400 tokens would take 800 s
 
 
 @pytest.mark.parametrize("when", ["in the forward", "while chunks are found"])
