@@ -23,7 +23,7 @@ from blendkv.plan import RowPlan, chunks_per_row, plan_row, require_hits
 from blendkv.question import Enough, Question
 from blendkv.report import BlendReport, ChunkUse, LayerRows
 from blendkv.selectors import Candidates
-from blendkv.selectors.base import best_first
+from blendkv.selectors.base import best_first, scores_of
 
 
 class Blend:
@@ -228,7 +228,7 @@ class Blend:
             elif budget < len(candidates):
                 at = candidates if before is None else torch.searchsorted(before[b], candidates)
                 view = self._candidates(b, candidates, [None if d is None else d[b, at] for d in deviation])
-                order = best_first(self.cache.selector.score(view))
+                order = best_first(scores_of(self.cache.selector, view))
                 if view.exact is not None:  # last, in the selector's order
                     order = order[torch.sort(view.exact[order].int(), stable=True).indices]
                 candidates = candidates[order[:budget]].sort().values

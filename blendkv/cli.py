@@ -11,6 +11,7 @@ from blendkv import __version__
 from blendkv._console import print_json, print_table, work
 from blendkv._options import MODEL_HELP, Device, Dtype, Json, load, one_of
 from blendkv.cli_bench import bench
+from blendkv.cli_bench_loading import loading
 from blendkv.cli_bench_stores import eviction, stores
 from blendkv.cli_calibrate import calibrate
 from blendkv.cli_codec import profile
@@ -32,6 +33,7 @@ main.add_typer(bench, name="bench")
 main.command()(profile)
 bench.command()(stores)
 bench.command()(eviction)
+bench.command()(loading)
 for _command in (precompute, calibrate, ls, inspect, evict, verify_store):
     main.command()(_command)
 

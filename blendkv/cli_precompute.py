@@ -14,6 +14,7 @@ import typer
 
 from blendkv._console import print_json, work
 from blendkv._options import Device, Dtype, Json, Model, load, one_of, read_size
+from blendkv.layout import CONDITIONS
 
 if TYPE_CHECKING:
     from blendkv.library import ChunkLibrary
@@ -34,7 +35,7 @@ def precompute(
     level: Annotated[int | None, typer.Option(help="Of the codec; coarser above 0, finer below.")] = None,
     profile: Annotated[Path | None, typer.Option(help="File that `blendkv profile` made for the codec.")] = None,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Longer documents are cut, at sentence ends.")] = 512,
-    condition: Annotated[str, typer.Option(help="What stands before each chunk: none, bos or system.")] = "none",
+    condition: Annotated[str, typer.Option(help="What stands before each chunk: none, bos, system or dummy.")] = "none",
     system: Annotated[str | None, typer.Option(help="The system prompt, with --condition system.")] = None,
     namespace: Annotated[str | None, typer.Option(help="Who may use each other's chunks; of shared stores.")] = None,
     field: Annotated[str, typer.Option(help="Field of JSON items that holds the text.")] = "text",
@@ -47,7 +48,7 @@ def precompute(
     as_json: Json = False,
 ) -> None:
     """Compute the chunks of documents and store them. What the store has is not computed again."""
-    one_of("--condition", condition, ("none", "bos", "system"))
+    one_of("--condition", condition, CONDITIONS)
     if system is not None and condition != "system":
         raise typer.BadParameter("it goes with --condition system", param_hint="--system")
     room = {} if capacity is None else {"capacity_bytes": read_size(capacity, "--capacity")}

@@ -36,6 +36,12 @@ def quality(
         str, typer.Option("--ratios", "--ratio", help="Shares of chunk tokens recomputed, as 0,0.05,0.15,0.3.")
     ] = "0,0.15",
     records: Records = "all",
+    condition: Annotated[
+        str, typer.Option(help="What stands before a chunk while it is computed, as none,bos,system,dummy.")
+    ] = "none",
+    check_layers: Annotated[
+        str | None, typer.Option(help="Schedules of the first selector, layer:share, as '1:0.3,4:0.15; 2:0.15'.")
+    ] = None,
     reference: Annotated[str, typer.Option(help="What KL is given relative to: SELECTOR:RATIO.")] = "hkvd:0.15",
     answers: Annotated[bool, typer.Option("--answers/--no-answers", help="Generate and score answers.")] = True,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer; by task if not.")] = None,
@@ -45,6 +51,7 @@ def quality(
     skip_bad: SkipBad = False,
     out: Out = None,
     rows_into: Rows = None,
+    figure: Annotated[Path | None, typer.Option(help="SVG or PNG file that the rows are drawn into.")] = None,
     dtype: Dtype = "float32",
     device: Device = "cpu",
     as_json: Json = False,
@@ -55,17 +62,27 @@ def quality(
         [] if text is None else read_lengths(text, name)
         for text, name in ((chunks, "--chunks"), (chunk_tokens, "--chunk-tokens"), (batch, "--batch"))
     ]
-    named = _reference(reference)
+    named, schedules = _reference(reference), _schedules(check_layers)
     with work(as_json):
         from blendkv.bench.laying import sweep
+        from blendkv.bench.plot import plot, require_drawing
         from blendkv.bench.quality import measure_quality
         from blendkv.bench.results import require_room, write_rows
-        from blendkv.bench.settings import settings_of
+        from blendkv.bench.settings import REFERENCE, reference_of, settings_of
         from blendkv.bench.tasks import UNCUT, read_task
+        from blendkv.selectors import get_selector
 
         _known_task(task)
-        settings = _usage(lambda: settings_of(_list(methods), _list(selectors), shares, answers), "--methods")
+        varied: dict[str, Any] = {"conditions": _list(condition), "schedules": schedules}
+        chosen = _list(methods), _list(selectors), shares, answers
+        _usage(lambda: [get_selector(name) for name in _list(selectors)], "--selectors")
+        settings = _usage(lambda: settings_of(*chosen, **varied), "--methods")
+        if named != REFERENCE and reference_of(settings, *named).key[1:3] != named:
+            raise typer.BadParameter(f"{reference} is not among what is measured", param_hint="--reference")
+        if out is not None and rows_into is not None and out.absolute() == rows_into.absolute():
+            raise typer.BadParameter("figures and rows need a file each", param_hint="--out, --rows")
         require_room(rows_into)
+        require_drawing(figure)
         wanted: dict[str, Any] = {"limit": n, "records": records, "skip_bad": skip_bad}
         read_task(task, data, UNCUT, **wanted)  # what is malformed stops here, before a model is loaded
         loaded, tokenizer = load(model, dtype, device)
@@ -86,11 +103,15 @@ def quality(
         )
         if rows_into is not None:
             write_rows(rows_into, found.rows)
+        if figure is not None:
+            plot(found.rows, figure)
     if as_json:
         told = {**about, "prompts": len(reading.examples), "skipped": reading.skipped, "left_out": found.left_out}
         print_json({**told, "computed": found.computed, "verdicts": found.verdicts, "rows": found.rows})
         return
     _print_quality(found, f"{model}: {len(reading.examples)} prompts of {task}, KL(full recompute || method)")
+    if len(reading.examples) < n:
+        typer.echo(f"{n} prompts were asked for, and the data has no more of them", err=True)
     for line in reading.skipped:
         typer.echo(f"skipped: {line}", err=True)
 
@@ -210,6 +231,11 @@ def print_suggestion(model: str, found: Any) -> None:
     typer.echo(f"\n{found.told}")
 
 
+def _line_name(row: dict[str, Any]) -> str:
+    after = f"after {row['condition']}" if row["condition"] else None
+    return ", ".join(filter(None, [row["method"], row["selector"], row["check_layers"], after]))
+
+
 def _print_quality(found: Any, title: str) -> None:
     for verdict in found.verdicts:
         place = (verdict["chunks"], verdict["chunk_tokens"], verdict["batch"])
@@ -217,12 +243,22 @@ def _print_quality(found: Any, title: str) -> None:
         scored = verdict["can_do"] is not False and any(row["f1"] is not None for row in rows)
         names = ("passages", "tokens a chunk", "prompts at once")
         where = [f"{value} {name}" for value, name in zip(place, names, strict=True) if value not in (None, 1)]
-        columns = ["method", "ratio", "charged", "KL (nats)", "95% interval", "of the reference", "same", "TTFT"]
+        columns = [
+            "method",
+            "ratio",
+            "charged",
+            "KL (nats)",
+            "95% interval",
+            "of the reference",
+            "same",
+            "TTFT",
+            "faster",
+        ]
         print_table(
             columns + ["F1", "Rouge-L"] * scored,
             [
                 [
-                    row["method"] if row["selector"] is None else f"{row['method']}, {row['selector']}",
+                    _line_name(row),
                     _said(row["ratio"], "g"),
                     _said(row["charged_budget"], ".3f"),
                     _said(row["kl"], ".3f"),
@@ -230,6 +266,7 @@ def _print_quality(found: Any, title: str) -> None:
                     _said(row["relative"], ".2f"),
                     _said(row["same"], ".0%"),
                     _said(row["ttft_s"], ".3f", " s"),
+                    _said(row["speedup"], ".2f", "x"),
                     *([_said(row["f1"], ".3f"), _said(row["rouge_l"], ".3f")] if scored else []),
                 ]
                 for row in rows
@@ -268,6 +305,23 @@ def _reference(text: str) -> tuple[str, float]:
         raise typer.BadParameter(
             f"{text!r} is not SELECTOR:RATIO, such as hkvd:0.15", param_hint="--reference"
         ) from None
+
+
+def _schedules(text: str | None) -> list[dict[int, float]]:
+    """`1:0.3,4:0.15; 2:0.15` as two schedules."""
+    found = []
+    for part in filter(None, map(str.strip, (text or "").split(";"))):
+        pairs = [pair.partition(":") for pair in _list(part)]
+        try:
+            schedule = {int(layer): float(share) for layer, _, share in pairs}
+        except ValueError:
+            schedule = {}
+        if len(schedule) != len(pairs) or not schedule:
+            raise typer.BadParameter(
+                f"{part!r} is not LAYER:SHARE,LAYER:SHARE, such as 1:0.3,4:0.15", param_hint="--check-layers"
+            )
+        found.append(schedule)
+    return found
 
 
 def _known_task(task: str) -> None:

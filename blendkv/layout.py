@@ -17,6 +17,11 @@ SYSTEM, DOCUMENTS, QUESTION = "\ue000system\ue001", "\ue000documents\ue001", "\u
 PLAIN = f"{SYSTEM}\n\n{DOCUMENTS}Question: {QUESTION}\nAnswer:"
 """The layout for models without a chat template."""
 
+DUMMY = "This is a passage of text.\n\n"
+"""Neutral words in front of a chunk: they, and not the chunk's first words, become the sink of its attention."""
+CONDITIONS = ("none", "bos", "system", "dummy")
+"""What may stand before a chunk while it is computed."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -142,6 +147,28 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     """
     with TOKENIZER_LOCK:
         return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+
+def conditioning_ids(condition: str, tokenizer: Any, head: Iterable[int]) -> tuple[int, ...]:
+    """The ids that stand before a chunk while it is computed.
+
+    Args:
+        condition: of `CONDITIONS`: nothing; a BOS; the prompt's head; or a few neutral words (after a BOS, if any)
+            (EPIC's LegoLink-0 puts four BOS there, Hu et al. 2410.15332).
+        tokenizer: has the BOS, and cuts the text.
+        head: ids of what stands before the chunks in the prompt.
+
+    Raises:
+        ValueError: for another condition, or "bos" where the tokenizer has none.
+    """
+    if condition not in CONDITIONS:
+        raise ValueError(f"condition={condition!r}: choose of {', '.join(map(repr, CONDITIONS))}")
+    bos = () if tokenizer.bos_token_id is None else (int(tokenizer.bos_token_id),)
+    if condition == "bos" and not bos:
+        raise ValueError("condition='bos', but this tokenizer has no BOS token: choose another")
+    if condition == "dummy":
+        return (*bos, *encode(tokenizer, DUMMY))
+    return {"none": (), "bos": bos, "system": tuple(head)}[condition]
 
 
 def split_text(tokenizer: Any, text: str, chunk_tokens: int) -> list[str]:

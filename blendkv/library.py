@@ -24,7 +24,7 @@ from blendkv.conversation import Turn, assemble_turns
 from blendkv.errors import ChunkMissError
 from blendkv.facts import ModelFacts
 from blendkv.guard import Guard
-from blendkv.layout import Layout, Piece, Prompt, texts_of
+from blendkv.layout import Layout, Piece, Prompt, conditioning_ids, texts_of
 from blendkv.loading.controller import Controller
 from blendkv.loading.guided import Guided
 from blendkv.loading.pipeline import TEXT, Pipeline
@@ -77,8 +77,8 @@ class ChunkLibrary(PretrainedMixin):
             or a `Store`, which get memory above them; or a `Pool` or `TieredStore` of your own.
         codec: how chunks are kept there: None or "raw" loses nothing; `get_codec("klt", profile=...)`.
         recompute_ratio, selector, check_layers, strict, reserve: defaults for every prompt's `BlendedCache`.
-        condition: what stands before a chunk while it is computed: "none", "bos", or "system" (the prompt's head). Part
-            of the key; which is best depends on model and task.
+        condition: what stands before a chunk while it is computed: "none", "bos", "system" (the prompt's head), or
+            "dummy" (a few neutral words). Part of the key; which is best depends on model and task.
         chunk_tokens: longer documents are cut at sentence ends.
         separator: text after every document in the prompt; never part of a chunk, always computed.
         namespace: part of every key: who may use each other's chunks. Who runs the service sets it, never a request; a
@@ -108,7 +108,7 @@ class ChunkLibrary(PretrainedMixin):
         check_layers: Mapping[int, float] | None = None,
         strict: bool = False,
         reserve: int = 256,
-        condition: Literal["none", "bos", "system"] = "none",
+        condition: Literal["none", "bos", "system", "dummy"] = "none",
         chunk_tokens: int = 512,
         separator: str = "\n\n",
         namespace: str | None = None,
@@ -122,16 +122,13 @@ class ChunkLibrary(PretrainedMixin):
         progress: bool = False,
         guard: Guard | None = None,
     ) -> None:
-        if condition not in ("none", "bos", "system"):
-            raise ValueError(f"condition={condition!r}: choose 'none', 'bos' or 'system'")
+        conditioning_ids(condition, tokenizer, ())  # refuses what cannot be
         if on_miss not in ("prefill", "recompute"):
             raise ValueError(f"on_miss={on_miss!r}: choose 'prefill' or 'recompute'")
         if deadline_s is not None and not deadline_s >= 0:
             raise ValueError(f"deadline_s={deadline_s}: give seconds, 0 or more, or None")
         if chunk_tokens < 1:
             raise ValueError(f"chunk_tokens={chunk_tokens}: give at least one")
-        if condition == "bos" and tokenizer.bos_token_id is None:
-            raise ValueError("condition='bos', but this tokenizer has no BOS token: choose 'none' or 'system'")
         self.options: dict[str, Any] = {
             "recompute_ratio": recompute_ratio,
             "selector": selector,
@@ -293,9 +290,7 @@ class ChunkLibrary(PretrainedMixin):
         return chunk_key(piece.ids, fingerprint, conditioning, self.tokenizer_digest, self.namespace, self.secret)
 
     def _conditioning(self, head: Piece | None) -> tuple[int, ...]:
-        if self.condition == "bos":
-            return (self.tokenizer.bos_token_id,)
-        return head.ids if self.condition == "system" and head is not None else ()
+        return conditioning_ids(self.condition, self.tokenizer, () if head is None else head.ids)
 
     def _chunks(self, prompt: Prompt, report: BlendReport, options: dict[str, Any]) -> list[Chunk]:
         head = next((piece for piece in prompt.pieces if piece.kind == "head"), None)

@@ -69,9 +69,15 @@ class _Handler(BaseHTTPRequestHandler):
                 files = [_entry(name, data) for name, data in self.hub.files(repo).items()]
                 self._json({"id": repo.partition("/")[2], "sha": self.hub.sha(repo), "siblings": files, "tags": []})
                 return
-        elif found := re.fullmatch(r"/api/(\w+/[^/]+/[^/]+)/tree/[^/]+", path):
+        elif found := re.fullmatch(r"/api/(\w+/[^/]+/[^/]+)/tree/[^/]+(?:/(.+))?", path):
             if found[1] in self.hub.repos:
-                self._json([_entry(name, data) for name, data in self.hub.files(found[1]).items()])
+                folder = f"{found[2]}/" if found[2] else ""
+                files = self.hub.files(found[1]).items()
+                entries = [_entry(name, data) for name, data in files if name.startswith(folder)]
+                if entries or not folder:
+                    self._json(entries)
+                else:
+                    self._answer(404, b"{}", {"X-Error-Code": "EntryNotFound"})
                 return
         elif found := re.fullmatch(r"/(?:(datasets)/)?([^/]+/[^/]+)/resolve/[^/]+/(.+)", path):
             repo = f"{found[1] or 'models'}/{found[2]}"

@@ -88,7 +88,14 @@ def test_version(run):
         ["bench", "quality", "m", "--data", "f", "--methods", "mapreduce", "--no-answers"],
         ["bench", "quality", "m", "--data", "f", "--ratios", "0,2"],
         ["bench", "quality", "m", "--data", "f", "--reference", "hkvd"],
+        ["bench", "quality", "m", "--data", "f", "--reference", "boundary:0.15"],
+        ["bench", "quality", "m", "--data", "f", "--selectors", " "],
+        ["bench", "quality", "m", "--data", "f", "--out", "x.json", "--rows", "x.json"],
         ["bench", "quality", "m", "--data", "f", "--chunks", "0"],
+        ["bench", "quality", "m", "--data", "f", "--condition", "bos,dumb"],
+        ["bench", "quality", "m", "--data", "f", "--check-layers", "1:0.15,x"],
+        ["bench", "quality", "m", "--data", "f", "--check-layers", "1:0.15,1:0.1"],
+        ["bench", "quality", "m", "--data", "f", "--check-layers", "1:0.15,4:0.3"],
         ["verify", "m", "--data", "f"],
         ["verify", "m", "--suggest", "--selectors", "magic"],
         ["verify", "all", "--tiny", "--suggest"],
@@ -367,11 +374,25 @@ def test_bench_quality(run, model, tmp_path):
     assert by_key["prefix", None, None]["kl"] == pytest.approx(0, abs=1e-6)
     for row in told["rows"]:
         assert (row["kl"] is None) == row["method"].startswith("map")
-        assert set(row["ci"]) == {"kl", "kl_first", "same", "f1", "rouge_l", "ttft_s", "relative", "charged_budget"}
+        assert set(row["ci"]) == {
+            "kl",
+            "kl_first",
+            "same",
+            "f1",
+            "rouge_l",
+            "ttft_s",
+            "speedup",
+            "relative",
+            "charged_budget",
+        }
         assert row["command"].startswith("blendkv")
         assert str(tmp_path) not in row["command"]
     assert len(read_rows(rows_file)) == 10
-    again = only_json(run(*arguments, *more, "--out", items, "--json"))
+    pytest.importorskip("matplotlib")
+    figure = tmp_path / "figure.svg"
+    again = only_json(run(*arguments, *more, "--out", items, "--figure", figure, "--json"))
+    assert "time to the first token / full recompute" in figure.read_text()
+    assert "matplotlib draws" in run(*arguments, "--figure", "figure.docx").stderr
     assert again["computed"] == 0
     assert [row["kl"] for row in again["rows"]] == [row["kl"] for row in told["rows"]]
     other = run(*arguments, "--no-answers", "--out", items)

@@ -27,14 +27,15 @@ divergence guard manifest gathering hub sharing pretrained library documents pre
 contract testing passages bench bench.measure bench.scores bench.intervals bench.records bench.readers bench.synthetic
 bench.tasks bench.methods bench.shapes bench.prompts bench.gates bench.decode bench.memory bench.results bench.stores
 bench.traces bench.bandwidth bench.throttle bench.eviction bench.kernels bench.coding bench.expanding bench.ttft
-bench.laying bench.answering bench.forcing bench.mapping bench.settings bench.items bench.journal bench.summary
-bench.codec_table bench.store_table bench.table bench.leaderboard bench.quality bench.insights bench.quality_plot
-bench.plot bench.suggest bench.coders bench.codec bench.joint verify families survey guide demo
+bench.laying bench.answering bench.forcing bench.loading bench.mapping bench.conditions bench.settings bench.items
+bench.journal bench.summary bench.codec_table bench.store_table bench.table bench.leaderboard bench.quality
+bench.insights bench.quality_plot bench.plot bench.suggest bench.coders bench.codec bench.joint verify families survey
+guide demo
 integrations integrations.extras integrations.detokenizing integrations.answering integrations.prefetching
 integrations.langchain_messages integrations.langchain_retriever integrations.langchain_chat integrations.langchain
 integrations.llama_index integrations.pipeline integrations.haystack
-_console _options
-cli_bench cli_bench_stores cli_codec cli_quality cli_stores cli_precompute cli_calibrate cli __main__
+_console _options cli_bench cli_bench_stores cli_codec cli_quality cli_stores cli_precompute cli_calibrate
+cli_bench_loading cli __main__
 """
 ORDER = _ORDER.split()
 

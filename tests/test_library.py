@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from blendkv import BlendedCache, ChunkLibrary, ChunkMissError, Pool, TieredStore, _compat, open_store
-from blendkv.layout import encode
+from blendkv.layout import DUMMY, encode
 from blendkv.stores import DiskStore
 from blendkv.testing import byte_tokenizer, tiny_model
 from tests.helpers import full
@@ -236,13 +236,16 @@ def test_two_tenants_and_two_tokenizers_share_a_pool_without_hits():
     assert pool.stats.hits == before + 4
 
 
-@pytest.mark.parametrize("condition", ["none", "bos", "system"])
+@pytest.mark.parametrize("condition", ["none", "bos", "system", "dummy"])
 def test_conditioning_is_part_of_the_key(library, condition):
     kv = library("chat bos", condition=condition)
     a = kv.prefill(DOCUMENTS[:1], system="A")[0]
     b = kv.prefill(DOCUMENTS[:1], system="B")[0]
     assert (a.key == b.key) == (condition != "system")
     assert len(a.conditioning) == {"none": 0, "bos": 1}.get(condition, len(a.conditioning))
+    if condition == "dummy":
+        bos, *rest = a.conditioning
+        assert (bos, kv.tokenizer.decode(rest)) == (kv.tokenizer.bos_token_id, DUMMY)
     if condition == "system":
         inputs = kv(DOCUMENTS[:1], QUESTION, system="A")
         assert inputs.cache.chunks[0][1].key == a.key

@@ -12,6 +12,7 @@ from blendkv.selectors import (
     Boundary,
     Candidates,
     Every,
+    First,
     PerChunk,
     Product,
     Random,
@@ -123,6 +124,17 @@ def test_windows_take_the_best_nearby_but_stay_in_the_chunk(width):
         Window(HKVD(), 4)
 
 
+def test_the_first_tokens_of_each_chunk_come_before_any_other():
+    k = torch.tensor([1.0, 9, 8, 2, 3, torch.nan, 7, 9])
+    view = candidates(k_deviation=k)
+    assert order(First(HKVD(), 2), view) == [1, 4, 3, 0, 7, 2, 6, 5]
+    assert order(First(HKVD(), 99), view) == order(HKVD(), view)
+    later = Candidates(view.rows[2:3], view.chunk[2:3], view.offset[2:3], view.length[2:3], k[2:3])
+    assert order(First(HKVD(), 2), later) == [0]  # a later layer of a schedule has none of the first
+    with pytest.raises(ValueError, match="at least one"):
+        First(HKVD(), 0)
+
+
 def test_stored_scores_and_chunks_without():
     view = candidates(scores={"asked": torch.tensor([3.0, 1, 2, *[torch.nan] * 5])})
     assert order(Stored(), view) == [0, 2, 1, 3, 4, 5, 6, 7]
@@ -152,6 +164,8 @@ def test_ranks():
         ("20%boundary+80%attention", Union(Boundary(), Attention(), shares=(1, 4))),
         ("attention@per-chunk", PerChunk(Attention())),
         ("attention@window5", Window(Attention(), 5)),
+        ("hkvd@first4", First(HKVD(), 4)),
+        ("(attention*hkvd)@first2@per-chunk", PerChunk(First(Product([Attention(), HKVD()]), 2))),
         ("(boundary+attention)@per-chunk", PerChunk(Union(Boundary(), Attention()))),
         ("(attention*hkvd)@window3", Window(Product([Attention(), HKVD()]), 3)),
         ("attention*hkvd@window3", Product([Attention(), Window(HKVD(), 3)])),
@@ -175,9 +189,11 @@ def test_names_say_what_they_are(name, same):
         ("(hkvd", r"'\)' expected"),
         ("hkvd)", r"expected, not '\)'"),
         ("hkvd^", "a number expected"),
-        ("hkvd@here", "per-chunk, or a window"),
-        ("hkvd@", "per-chunk, or a window"),
+        ("hkvd@here", "per-chunk, a window"),
+        ("hkvd@", "per-chunk, a window"),
         ("hkvd@window4", "odd"),
+        ("hkvd@first0", "at least one"),
+        ("hkvd@first4^2*hkvd", "cannot be multiplied"),
         ("hkvd-q", "source='q'"),
         ("boundary-3", "takes nothing"),
         ("every-x", "a whole number"),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from blendkv.bench.answering import Stops, go_on, own_answer
+from blendkv.bench.conditions import conditioned
 from blendkv.bench.forcing import STEPS, compare
 from blendkv.bench.laying import Cell, lay_out
 from blendkv.bench.mapping import MAPPING, Mapped, map_chunks, reduce_first
@@ -25,8 +26,21 @@ from blendkv.scoring import add_scores
 
 ANSWER_TOKENS = {"qa": 32, "summary": 128, "dialogue": 128}
 """Most tokens of an answer, by style."""
-FIGURES = ("charged_budget", "kl", "kl_first", "same", "f1", "rouge_l", "ttft_s")
+FIGURES = ("charged_budget", "kl", "kl_first", "same", "f1", "rouge_l", "ttft_s", "speedup")
 Figures = dict[str, Any]
+
+
+class Seconds(NamedTuple):
+    """How long a call took.
+
+    Attributes:
+        wall: by the clock on the wall.
+        own: what two calls are compared by. On one CPU thread the time that this process was computing, which other
+            work on the machine hardly changes; elsewhere `wall`.
+    """
+
+    wall: float
+    own: float
 
 
 @dataclass
@@ -52,24 +66,28 @@ class Examiner:
         """Learns where answers end."""
         self.stops = Stops.of(self.model, self.tokenizer)
         self.device = next(self.model.parameters()).device
+        self.own_time = self.device.type == "cpu" and torch.get_num_threads() == 1
 
     @torch.no_grad()
     def measure(self, example: Example, cell: Cell, settings: Iterable[Setting]) -> Iterator[tuple[Setting, Figures]]:
         """The figures of each setting on one prompt, as they are done.
 
-        Chunks are computed once, and full recompute's answer; every other setting is then one prompt and one forward of
-        forced tokens, and of its own answer only what differs from the forced one is generated.
+        Chunks are computed once for each condition, and full recompute's answer; every other setting is then one prompt
+        and one forward of forced tokens, and of its own answer only what differs from the forced one is generated.
+        `speedup` is the time of full recompute, on this prompt and in this call, over the setting's (`Seconds.own`).
         """
         limit, settings = self.max_new_tokens or ANSWER_TOKENS[example.style], list(settings)
         case = lay_out(self.model, self.tokenizer, example, cell)
-        if stored := {name for s in settings if isinstance(s.how, Blend) for name in s.how.selector.stored}:
-            chunks = add_scores(self.model, case.chunks, sorted(stored), self.tokenizer)
-            case = replace(case, chunks=tuple(chunks))
         teacher = _Teacher.of(self, case, cell, limit)
-        mapped: tuple[Mapped, float] | None = None
-        for setting in settings:
+        plain, condition = case, None
+        case = self._scored(plain, settings, condition)
+        mapped: tuple[Mapped, Seconds] | None = None
+        for setting in sorted(settings, key=lambda s: s.condition or ""):  # stable: one condition's chunks at a time
+            if setting.condition != condition:
+                condition = setting.condition
+                case = self._scored(conditioned(plain, condition, self.tokenizer), settings, condition)
             if setting.method in MAPPING:
-                mapped = mapped or self._timed(lambda: map_chunks(case, self.stops, limit))
+                mapped = mapped or self._timed(lambda: map_chunks(plain, self.stops, limit))
                 figures = self._mapped(setting.method, case, *mapped, limit)
             elif setting.method == "full":
                 figures = teacher.figures()
@@ -82,9 +100,18 @@ class Examiner:
             if self.answers and example.answers:
                 figures["f1"] = token_f1(figures["answer"], example.answers)
                 figures["rouge_l"] = rouge_l(figures["answer"], example.answers)
+            taken = figures.pop("taken")
+            figures |= {"ttft_s": taken.wall, "speedup": teacher.seconds.own / taken.own}
             yield setting, dict.fromkeys((*FIGURES, "answer")) | figures | {"tokens": int(case.ids.shape[1])}
 
-    def first(self, key: Any, ids: Tensor, make_cache: Callable[[], Cache | None]) -> tuple[Cache, Tensor, float]:
+    def _scored(self, case: Case, settings: Sequence[Setting], condition: str | None) -> Case:
+        """A case whose chunks have the scores that the settings of a condition want."""
+        wanted = (s.how.selector.stored for s in settings if s.condition == condition and isinstance(s.how, Blend))
+        if not (stored := {name for names in wanted for name in names}):
+            return case
+        return replace(case, chunks=tuple(add_scores(self.model, case.chunks, sorted(stored), self.tokenizer)))
+
+    def first(self, key: Any, ids: Tensor, make_cache: Callable[[], Cache | None]) -> tuple[Cache, Tensor, Seconds]:
         """A prompt's cache, `[1, 1, V]` logits of its first token, and the seconds until that token was on the host.
 
         What has never run before runs once before it is timed.
@@ -103,7 +130,7 @@ class Examiner:
         (cache, logits), seconds = self._timed(run)
         return cache, logits, seconds
 
-    def seconds_of_batch(self, key: Any, case: Case, batch: int, how: Any) -> float:
+    def seconds_of_batch(self, key: Any, case: Case, batch: int, how: Any) -> Seconds:
         """Seconds until the first token of several equal prompts at once."""
         many = replace(case, batch=batch)
         maker = how.cache_maker(many) if how is not None else DynamicCache
@@ -134,7 +161,7 @@ class Examiner:
             "kl": found.kl,
             "kl_first": found.first_kl,
             "same": found.same,
-            "ttft_s": seconds,
+            "taken": seconds,
         }
         if self.answers:
             chosen, prompt = whole.argmax(-1).tolist(), ids.shape[1]
@@ -146,19 +173,21 @@ class Examiner:
             figures["answer"] = self.stops.text(said)
         return figures
 
-    def _mapped(self, method: str, case: Case, mapped: Mapped, seconds: float, limit: int) -> Figures:
+    def _mapped(self, method: str, case: Case, mapped: Mapped, seconds: Seconds, limit: int) -> Figures:
         if method == "maprerank":
-            return {"charged_budget": 1.0, "ttft_s": seconds, "answer": self.stops.text(mapped.best)}
+            return {"charged_budget": 1.0, "taken": seconds, "answer": self.stops.text(mapped.best)}
         (cache, first), more = self._timed(lambda: reduce_first(case, mapped, self.stops))
         said = go_on(self.model, cache, [first], self.stops, limit)
-        return {"charged_budget": 1.0, "ttft_s": seconds + more, "answer": self.stops.text(said)}
+        taken = Seconds(seconds.wall + more.wall, seconds.own + more.own)
+        return {"charged_budget": 1.0, "taken": taken, "answer": self.stops.text(said)}
 
-    def _timed(self, call: Callable[[], Any]) -> tuple[Any, float]:
+    def _timed(self, call: Callable[[], Any]) -> tuple[Any, Seconds]:
         self._wait()
-        begin = time.perf_counter()
+        begin, own = time.perf_counter(), time.process_time()
         result = call()
         self._wait()
-        return result, time.perf_counter() - begin
+        wall = time.perf_counter() - begin
+        return result, Seconds(wall, time.process_time() - own if self.own_time else wall)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -172,7 +201,7 @@ class _Teacher:
     answer: Tensor
     logits: Tensor
     text: str | None
-    seconds: float
+    seconds: Seconds
 
     @classmethod
     def of(cls, examiner: Examiner, case: Case, cell: Cell, limit: int) -> _Teacher:
@@ -192,7 +221,7 @@ class _Teacher:
     def figures(self) -> Figures:
         """Its own figures: no distance from itself."""
         exact = {"charged_budget": 1.0, "kl": 0.0, "kl_first": 0.0, "same": True}
-        return exact | {"ttft_s": self.seconds, "answer": self.text}
+        return exact | {"taken": self.seconds, "answer": self.text}
 
 
 def _alone(case: Case) -> Tensor:

@@ -11,7 +11,7 @@ from blendkv.bench.table import method_name
 BEGIN = "<!-- leaderboard: written by `blendkv bench leaderboard --into` -->"
 END = "<!-- end of leaderboard -->"
 EMPTY = "No rows yet.\n"
-COLUMNS = ("method", "charged", "KL (nats)", "of the reference", "same answer", "F1", "Rouge-L", "TTFT")
+COLUMNS = ("method", "charged", "KL (nats)", "of the reference", "same answer", "F1", "Rouge-L", "TTFT", "speed-up")
 NAMES = {"nocontext": "no context (control)", "mapreduce": "MapReduce", "maprerank": "MapRerank"}
 
 
@@ -83,6 +83,7 @@ def _line(row: Row, rows: Sequence[Row]) -> str:
         _figure(row, "f1", ".3f"),
         _figure(row, "rouge_l", ".3f"),
         _figure(row, "ttft_s", ".3f", " s", interval=False),
+        _figure(row, "speedup", ".2f", "x"),
     ]
     return "| " + " | ".join(cells) + " |"
 

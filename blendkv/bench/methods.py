@@ -8,7 +8,7 @@ that makes several calls (MapReduce, MapRerank) writes its own `prepare`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -225,11 +225,12 @@ class Blend(CacheMethod):
 
     ratio: float | None = 0.15
     selector: Selector = field(default_factory=lambda: get_selector("hkvd"))
+    check_layers: Mapping[int, float] | None = None
     name = "blend"
 
     def cache_maker(self, case: Case) -> Callable[[], Cache | None]:
         """The pieces are stored already."""
-        return lambda: BlendedCache(case.chunks, self.kept, self.selector)
+        return lambda: BlendedCache(case.chunks, self.kept, self.selector, self.check_layers)
 
     @property
     def kept(self) -> float:

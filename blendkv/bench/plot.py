@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from blendkv._paths import require_writable
 from blendkv.bench import codec_table, quality_plot
 from blendkv.bench.measure import median
 from blendkv.bench.results import Row, by_setting, kind
@@ -60,6 +61,22 @@ def plot(rows: Iterable[Row], out: str | Path) -> None:
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     metadata = {"Date": None} if Path(out).suffix == ".svg" else None  # the same rows make the same file
     figure.savefig(out, metadata=metadata)
+
+
+def require_drawing(out: Path | None) -> None:
+    """Refuses a figure that could not be drawn, before the hours of work that make its rows.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        ValueError: it writes no such files.
+        OSError: the folder cannot be written to.
+    """
+    if out is None:
+        return
+    known = _matplotlib("backend_bases").FigureCanvasBase.get_supported_filetypes()
+    if out.suffix[1:] not in known:
+        raise ValueError(f"{out.name}: matplotlib draws {', '.join(sorted(known))}, named by what follows the dot")
+    require_writable(out.absolute().parent)
 
 
 def _figure(panels: list[tuple[Row, Any]]) -> Any:

@@ -17,9 +17,9 @@ from blendkv.attaching import attach, attachment_of
 from blendkv.bench.forcing import STEPS, Agreement, Reference, agree, compare
 from blendkv.bench.items import ANSWER_TOKENS, Examiner
 from blendkv.bench.journal import Journal
-from blendkv.bench.laying import Cell, lay_out
+from blendkv.bench.laying import Cell, cut_pieces, frame, lay_out
 from blendkv.bench.results import model_device_name, versions
-from blendkv.bench.settings import REFERENCE, Setting, reference_of, settings_of
+from blendkv.bench.settings import NAMES, REFERENCE, Setting, reference_of, settings_of
 from blendkv.bench.summary import rows_of, verdict_of
 from blendkv.bench.tasks import Example, Reading
 from blendkv.selectors import Selector
@@ -108,10 +108,11 @@ def measure_quality(
         progress: whether to show a bar on stderr.
 
     Raises:
-        ValueError: if there are no prompts, or the journal was made with other settings.
+        ValueError: if there are no prompts, one is too long for the model, or the journal was made with other settings.
     """
     if not reading.examples:
         raise ValueError("there are no prompts to measure")
+    _require_positions(model, tokenizer, reading, cells)
     attach(model)
     examiner = Examiner(model, tokenizer, answers, max_new_tokens)
     shared = {"dtype": str(model.dtype).removeprefix("torch."), "device": model_device_name(model)}
@@ -145,6 +146,24 @@ def measure_quality(
     return Comparison(rows, verdicts, len(journal) - before, left_out)
 
 
+def _require_positions(model: PreTrainedModel, tokenizer: Any, reading: Reading, cells: Sequence[Cell]) -> None:
+    """Refuses prompts that the model has no positions for, before the hours of work: its answers would mean nothing."""
+    room = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if room is None:
+        return
+    longest: dict[int, int] = {}
+    for number, example in zip(reading.numbers, reading.examples, strict=True):
+        around = sum(map(len, frame(tokenizer, example)))
+        longest[number] = around + max(sum(map(len, cut_pieces(tokenizer, example, cell))) for cell in cells)
+    over = [number for number, tokens in longest.items() if tokens + STEPS > room]
+    if over:
+        raise ValueError(
+            f"records {', '.join(map(str, over[:5]))}{', ...' * (len(over) > 5)} (counted from 0): prompts of up to "
+            f"{max(longest.values()):,} tokens, and the model has {room:,} positions: leave them out, or "
+            "keep fewer passages"
+        )
+
+
 def _cell(
     examiner: Examiner,
     reading: Reading,
@@ -166,7 +185,7 @@ def _cell(
             "chunk_tokens": cell.chunk_tokens,
             "batch": cell.batch,
         }
-        keys = {s.key: place | {"method": s.method, "selector": s.selector, "ratio": s.ratio} for s in settings}
+        keys = {s.key: place | {name: getattr(s, name) for name in NAMES} for s in settings}
         missing = [setting for setting in settings if journal.get(keys[setting.key]) is None]
         done(len(settings) - len(missing))
         for setting, figures in examiner.measure(example, cell, missing) if missing else ():

@@ -1,4 +1,7 @@
-"""Figures of `bench quality` and `bench insights`."""
+"""Figures of `bench quality` and `bench insights`.
+
+Times are drawn relative to full recompute, prompt by prompt (`speedup`), where rows have that, else in seconds.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,27 @@ from blendkv.bench.table import method_name
 Panel = tuple[str, Sequence[Row]]
 """What a panel shows, and its rows."""
 SWEPT = {"chunks": "passages of a prompt", "chunk_tokens": "tokens of a chunk", "batch": "prompts at once"}
+TIME = ", time"
+"""Marks a panel of times over what was swept."""
+LABELS = {"ttft_s": "time to the first token, s", "speedup": "time to the first token / full recompute's"}
+EXACT = ("full", "prefix", "nocontext")
 _APART = ("model", "dtype", "device", "task", "data", "records")
 
 
 def panels(rows: Iterable[Row]) -> list[Panel]:
-    """KL over charged budget and over TTFT for each setting, or one panel for what was swept; two for insights."""
+    """KL over charged budget and over TTFT for each table; KL and time over what was swept; two for insights."""
     tables = by_setting(rows)
     sweeps = [(name, group) for name in SWEPT for group in _swept([r for r in rows_of(tables) if r.get(name)], name)]
     swept = {id(row) for name, group in sweeps for row in group if name != "batch" or row["batch"] > 1}
     found: list[Panel] = []
     for table in tables:
         if kind(table[0]) == "quality" and id(table[0]) not in swept:
-            found += [("charged_budget", table), ("ttft_s", table)]
-    found += sweeps
+            found += [("charged_budget", table), ("speedup" if _timed(table) else "ttft_s", table)]
+    for name, group in sweeps:
+        if name != "batch":  # which changes nothing but times
+            found.append((name, group))
+        if name == "batch" or _timed(group):
+            found.append((f"{name}{TIME}", group))
     for table in tables:
         if kind(table[0]) == "insights":
             found += [(ATTENTION, table), (RANKS, table)]
@@ -41,20 +52,32 @@ def lines_over(rows: Sequence[Row], field: str) -> dict[str, list[tuple[float, f
     """By selector (or method) points (x, KL, low, high) by x; nothing without a KL, or for the exact methods."""
     lines: dict[str, list[tuple[float, float, float, float]]] = {}
     for row in rows:
-        if row["kl"] is None or row[field] is None or row["method"] in ("full", "prefix", "nocontext"):
+        if row["kl"] is None or row.get(field) is None or row["method"] in EXACT:
             continue
-        name = row["selector"] or method_name(row)
         low, high = row["ci"]["kl"]
-        lines.setdefault(name, []).append((row[field], row["kl"], low, high))
+        x = 1 / row["speedup"] if field == "speedup" else row[field]
+        lines.setdefault(_series(row), []).append((x, row["kl"], low, high))
     return {name: sorted(points) for name, points in lines.items()}
+
+
+def _series(row: Row) -> str:
+    """What points of one line share: all but the ratio."""
+    name = row["selector"] or method_name(row | {"condition": None})
+    more = [row.get("check_layers"), f"chunks after {row['condition']}" if row.get("condition") else None]
+    return ", ".join([name, *filter(None, more)])
+
+
+def _timed(rows: Sequence[Row]) -> bool:
+    """Whether all rows that have a time have it relative to full recompute."""
+    return any(row.get("speedup") for row in rows) and all(row.get("speedup") for row in rows if row["ttft_s"])
 
 
 def draw(axes: Any, what: str, rows: Sequence[Row]) -> None:
     """One panel."""
     if what in (ATTENTION, RANKS):
         _draw_insight(axes, what, rows)
-    elif what in SWEPT:
-        _draw_sweep(axes, what, rows)
+    elif what.removesuffix(TIME) in SWEPT:
+        _draw_sweep(axes, what.removesuffix(TIME), rows, what.endswith(TIME))
     else:
         _draw_quality(axes, what, rows)
     row = rows[0]
@@ -72,24 +95,25 @@ def _draw_quality(axes: Any, field: str, rows: Sequence[Row]) -> None:
         style = "--" if name in CONTROLS else "-"
         axes.errorbar(x, kl, yerr=errors, marker="o", markersize=4, linestyle=style, capsize=2, label=name)
     exact = next((row for row in rows if row["method"] == "full"), None)
-    if field == "ttft_s" and exact is not None:
-        axes.axvline(exact[field], color="grey", linewidth=0.8, label="full recompute")
+    if field in LABELS and exact is not None:
+        at = 1.0 if field == "speedup" else exact[field]
+        axes.axvline(at, color="grey", linewidth=0.8, label="full recompute")
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=-0.02 * axes.get_xlim()[1])
-    axes.set_xlabel({"charged_budget": "charged budget", "ttft_s": "time to the first token, s"}[field])
+    axes.set_xlabel(LABELS.get(field, "charged budget"))
     axes.set_ylabel("KL to full recompute, nats (95% intervals)")
 
 
-def _draw_sweep(axes: Any, name: str, rows: Sequence[Row]) -> None:
-    field = "ttft_s" if name == "batch" else "kl"
+def _draw_sweep(axes: Any, name: str, rows: Sequence[Row], time: bool) -> None:
+    field = ("speedup" if _timed(rows) else "ttft_s") if time else "kl"
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        if row[field] is not None and (field == "ttft_s" or row["method"] not in ("full", "prefix", "nocontext")):
+        if row.get(field) is not None and (time or row["method"] not in EXACT):
             lines.setdefault(method_name(row), []).append((row[name], row[field]))
     for label, points in lines.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4, label=label)
     axes.set_xlabel(SWEPT[name])
-    axes.set_ylabel("time to the first token, s" if field == "ttft_s" else "KL to full recompute, nats")
+    axes.set_ylabel({**LABELS, "speedup": "first token, times faster"}.get(field, "KL to full recompute, nats"))
     axes.set_ylim(bottom=0)
 
 

@@ -89,10 +89,12 @@ def read_records(path: Path) -> list[Record]:
     """All records of a JSON list, or of JSON Lines where the name ends in `.jsonl`; a bad line is a record too.
 
     Raises:
-        ValueError: if a `.json` file is not JSON, or no list.
+        ValueError: if it is a folder or not UTF-8, or a `.json` file is not JSON, or no list.
         OSError: if it cannot be read.
     """
-    text = path.read_text(encoding="utf-8")
+    if path.is_dir():
+        raise ValueError(f"{path.name} is a folder: give one of its files")
+    text = _decoded(path)
     if path.suffix == ".jsonl":
         lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
         return [Record(_parse(line), f"{path.name}, line {number}", number) for number, line in lines]
@@ -130,7 +132,11 @@ def hub_records(name: str) -> list[Record]:
     try:
         found = datasets.load_dataset(where, config or None)
     except Exception as error:  # datasets raises a dozen kinds, of its own and of others
-        raise OSError(f"cannot read the Hugging Face dataset {where!r}: {' '.join(str(error).split())}") from error
+        told = " ".join(str(error).split()).rstrip(".")
+        raise OSError(
+            f"cannot read the Hugging Face dataset {where!r}: {told}. Check its name and the network (HF_HUB_OFFLINE, "
+            "HF_ENDPOINT), or fetch its file elsewhere and give the path of that"
+        ) from error
     names = [split] if split else ["validation", "test"]
     chosen = next((part for part in names if part in found), None)
     if chosen is None:
@@ -138,6 +144,16 @@ def hub_records(name: str) -> list[Record]:
             f"{where} has no split {' or '.join(names)}: choose one of {', '.join(found)}, as {where}::NAME"
         )
     return [Record(dict(value), f"{where}[{chosen}], record {i}") for i, value in enumerate(found[chosen])]
+
+
+def _decoded(path: Path) -> str:
+    """The file's text, without the byte order mark that some editors put in front."""
+    data = path.read_bytes()
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path.name}, line {line}: not UTF-8 text ({error.reason})") from None
 
 
 class BadLine(str):

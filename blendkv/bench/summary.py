@@ -7,9 +7,10 @@ from typing import Any
 
 from blendkv.bench.intervals import Resamples
 from blendkv.bench.measure import Interval
-from blendkv.bench.settings import NO_CONTEXT, Setting
+from blendkv.bench.settings import NAMES, NO_CONTEXT, Setting
 
-MEANS = ("charged_budget", "kl", "kl_first", "same", "f1", "rouge_l")
+MEANS = ("charged_budget", "kl", "kl_first", "same")
+SCORES = ("f1", "rouge_l")
 Figures = Mapping[str, Any]
 LEAST = 8
 """Prompts below which nothing is said about whether a task can be done."""
@@ -21,17 +22,24 @@ def rows_of(figures: Mapping[tuple, Sequence[Figures]], reference: Setting) -> l
     Args:
         figures: by `Setting.key`, of the same prompts in the same order.
         reference: the setting that KL is given relative to.
+
+    Answers are scored on the prompts that say what is accepted, the same ones in all rows.
     """
     prompts = len(next(iter(figures.values())))
-    draws = Resamples.of(prompts)
+    draws, scored = Resamples.of(prompts), _scored(figures)
+    among = Resamples.of(len(scored)) if scored else draws
     beside = [figure["kl"] for figure in figures[reference.key]]
     rows = []
-    for (method, selector, ratio), own in figures.items():
-        row: dict[str, Any] = {"method": method, "selector": selector, "ratio": ratio, "prompts": prompts}
+    for key, own in figures.items():
+        setting = Setting(*key)
+        row: dict[str, Any] = {name: getattr(setting, name) for name in NAMES} | {"prompts": prompts}
         ci: dict[str, list[float] | None] = {}
         for name in MEANS:
             row[name], ci[name] = _said(draws.mean, [figure[name] for figure in own])
-        row["ttft_s"], ci["ttft_s"] = _said(draws.median, [figure["ttft_s"] for figure in own])
+        for name in SCORES:
+            row[name], ci[name] = _said(among.mean, [own[i][name] for i in scored or range(prompts)])
+        for name in ("ttft_s", "speedup"):
+            row[name], ci[name] = _said(draws.median, [figure.get(name) for figure in own])
         row["relative"], ci["relative"] = None, None
         if row["kl"] is not None:
             row["relative"], ci["relative"] = _pair(draws.ratio([figure["kl"] for figure in own], beside))
@@ -53,9 +61,10 @@ def verdict_of(figures: Mapping[tuple, Sequence[Figures]], score: str) -> dict[s
     told: dict[str, Any] = dict.fromkeys(("full", "no_context", "gain", "gain_ci", "full_gets_nothing", "can_do"))
     told = {"score": score} | told
     full, alone = (figures.get((method, None, None)) for method in ("full", NO_CONTEXT))
-    if full is None or alone is None or full[0][score] is None:
+    scored = _scored(figures)
+    if full is None or alone is None or not scored:
         return told | {"told": "answers were not scored, so nothing is known of whether the model can do this task"}
-    own, without = ([figure[score] for figure in part] for part in (full, alone))
+    own, without = ([part[i][score] for i in scored] for part in (full, alone))
     gain, ci = _pair(Resamples.of(len(own)).mean([a - b for a, b in zip(own, without, strict=True)]))
     can_do = None if len(own) < LEAST else bool(ci and ci[0] > 0)
     told |= {
@@ -77,6 +86,12 @@ def verdict_of(figures: Mapping[tuple, Sequence[Figures]], score: str) -> dict[s
         )
         return told | {"told": f"{text}; KL still says how near a method is to full recompute"}
     return told | {"told": f"{beside}; full recompute gets nothing on {told['full_gets_nothing']:.0%} of the prompts"}
+
+
+def _scored(figures: Mapping[tuple, Sequence[Figures]]) -> list[int]:
+    """The prompts whose answers have a score, whoever gave them."""
+    several = list(figures.values())
+    return [i for i in range(len(several[0])) if all(own[i]["f1"] is not None for own in several)]
 
 
 def _said(figure: Any, values: Sequence[Any]) -> tuple[float | None, list[float] | None]:

@@ -72,7 +72,10 @@ def method_name(row: Row) -> str:
     """A method as people read it: `blend, hkvd, 15%`."""
     share = f"{100 * row['ratio']:g}%" if row["method"] == "blend" and row["ratio"] is not None else ""
     names = {"full": "full recompute", "reuse": "full reuse", "prefix": "prefix reuse"}
-    return ", ".join(filter(None, [names.get(row["method"], row["method"]), row.get("selector"), share]))
+    layers = f"layers {row['check_layers'].replace(',', ', ')}" if row.get("check_layers") else ""
+    after = f"chunks after {row['condition']}" if row.get("condition") else ""
+    said = [names.get(row["method"], row["method"]), row.get("selector"), layers or share, after]
+    return ", ".join(filter(None, said))
 
 
 def _by_method(rows: list[Row]) -> list[Row]:

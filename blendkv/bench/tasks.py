@@ -90,7 +90,7 @@ def read_task(
         skip_bad: leave malformed records out and tell of them, instead of raising.
 
     Raises:
-        ValueError: the task is unknown, or a record malformed; names the record, the field and the line.
+        ValueError: the task is unknown, a record malformed (names the record, the field and the line), or nothing left.
         OSError: the file cannot be read.
     """
     known = sorted({*READERS, SAMSUM, SYNTHETIC})
@@ -120,6 +120,11 @@ def read_task(
             continue
         reading.examples.append(example)
         reading.numbers.append(number)
+    if not reading.examples:
+        left = f"; {len(reading.skipped)} were malformed, the first: {reading.skipped[0]}" if reading.skipped else ""
+        raise ValueError(
+            f"{data} has {len(found)} records, and no prompt among those that are wanted ({records}){left}"
+        )
     return reading
 
 
@@ -165,6 +170,10 @@ def _read(task: str, found: Sequence[Record], number: int, tokenizer: Any) -> Ex
     example = readers.samsum(found, number, tokenizer) if task == SAMSUM else READERS[task](record, tokenizer)
     if not example.chunks or not all(example.chunks):
         raise ValueError(f"{record.place}: {'an empty chunk' if example.chunks else 'no chunks'}")
+    try:
+        "".join((example.question, *example.chunks, *example.answers)).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{record.place}: half of a character ({error.object[error.start]!r}), not text") from None
     return example
 
 

@@ -6,6 +6,7 @@ it, a chunk whose bytes take longer than its tokens is computed from its text, w
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -178,7 +179,7 @@ class Controller:
         while high - low > STEP:
             middle = (low + high) / 2
             low, high = (middle, high) if seconds(middle) <= MARGIN * load else (low, middle)
-        return round(low, 2)
+        return max(self.floor, math.floor(100 * low) / 100)
 
 
 def slowest(

@@ -35,7 +35,7 @@ class ComputeCosts:
     fixed_s: float
     linear_rate: float
     attention_rate: float
-    error: float = math.nan
+    error: float = 0.0
 
     def seconds(
         self, shape: flops.ModelShape, tokens: int, computed: int, schedule: Mapping[int, float], probe: bool = True
@@ -49,10 +49,7 @@ class ComputeCosts:
             schedule: layer -> share of the chunks' tokens kept from there on.
             probe: whether rows are chosen by comparing (`flops.blend_flops`).
         """
-        if tokens:
-            linear, attention = flops.blend_parts(shape, tokens, computed, schedule, probe=probe)
-        else:
-            linear, attention = flops.blend_parts(shape, computed, 0, {0: 1.0}, probe=False)
+        linear, attention = work_of(shape, tokens, computed, schedule, probe)
         return self.fixed_s + linear / self.linear_rate + attention / self.attention_rate
 
 
@@ -71,6 +68,15 @@ class SourceCosts:
     def seconds(self, nbytes: float, requests: int = 1) -> float:
         """Time to fetch bytes in requests one after another."""
         return requests * self.latency_s + nbytes / self.bytes_per_s
+
+
+def work_of(
+    shape: flops.ModelShape, tokens: int, computed: int, schedule: Mapping[int, float], probe: bool
+) -> tuple[float, float]:
+    """FLOPs of a blend, of linear layers and of attention; a schedule without layers computes everything."""
+    if not tokens or not schedule:
+        return flops.blend_parts(shape, tokens + computed, 0, {0: 1.0}, probe=False)
+    return flops.blend_parts(shape, tokens, computed, schedule, probe=probe and any(schedule.values()))
 
 
 def fit_compute(points: Sequence[tuple[float, float, float]]) -> ComputeCosts:

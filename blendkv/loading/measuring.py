@@ -18,7 +18,7 @@ from blendkv.chunk import ChunkCache
 from blendkv.chunkfile import ChunkFile, encode_chunk
 from blendkv.codecs import Codec, get_codec
 from blendkv.errors import StoreError
-from blendkv.loading.costs import ComputeCosts, Costs, SourceCosts, fit_compute, machine
+from blendkv.loading.costs import ComputeCosts, Costs, SourceCosts, fit_compute, machine, work_of
 from blendkv.prefilling import prefill
 from blendkv.selectors import get_selector
 from blendkv.stores import Store
@@ -91,9 +91,7 @@ def measure_compute(
         tokens = sum(map(len, chunks))
         for ratio in ratios:
             schedule = make_schedule(chosen, ratio, None)
-            linear, attention = flops.blend_parts(
-                shape, tokens, ids.shape[1] - tokens, schedule, probe="deviation" in chosen.needs and ratio > 0
-            )
+            linear, attention = work_of(shape, tokens, ids.shape[1] - tokens, schedule, "deviation" in chosen.needs)
             seconds = min(_seconds(model, ids, chunks, ratio, selector, device) for _ in range(TRIES))
             points.append((linear, attention, seconds))
     return fit_compute(points)

@@ -6,7 +6,7 @@ from importlib.metadata import entry_points
 
 from blendkv.selectors.attention import Attention
 from blendkv.selectors.base import Candidates, Selector
-from blendkv.selectors.combined import PerChunk, Product, Union, Window
+from blendkv.selectors.combined import First, PerChunk, Product, Union, Window
 from blendkv.selectors.deviation import HKVD
 from blendkv.selectors.names import parse
 from blendkv.selectors.static import All, Boundary, Every, Nothing, Random
@@ -19,6 +19,7 @@ __all__ = [
     "Boundary",
     "Candidates",
     "Every",
+    "First",
     "Nothing",
     "PerChunk",
     "Product",

@@ -90,6 +90,22 @@ class Selector(ABC):
         return type(self).__name__.lower()
 
 
+def scores_of(selector: Selector, candidates: Candidates) -> Tensor:
+    """`[N]` what a selector says, looked at, for it may be anybody's.
+
+    Raises:
+        ValueError: if that is not one number for each candidate.
+    """
+    scores = selector.score(candidates)
+    if not isinstance(scores, Tensor) or scores.shape != candidates.rows.shape or scores.is_complex():
+        told = f"a tensor of shape {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+        raise ValueError(
+            f"selector {selector.name!r}: score() gave {told}; give a tensor of {len(candidates.rows)} numbers, "
+            "one for each candidate"
+        )
+    return scores.to(candidates.rows.device)
+
+
 def best_first(scores: Tensor) -> Tensor:
     """`[N]` indices, highest score first; ties, and NaN as the lowest, in order."""
     return torch.sort(scores.nan_to_num(nan=-torch.inf), descending=True, stable=True).indices

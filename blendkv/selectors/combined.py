@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from blendkv.selectors.base import Candidates, Selector, ranks
+from blendkv.selectors.base import Candidates, Selector, ranks, scores_of
 
 
 class Combined(Selector):
@@ -77,7 +77,7 @@ class Product(Combined):
         """The product, each factor divided by its mean, so that none is too small for fp32."""
         total = torch.ones(len(candidates.rows), device=candidates.rows.device)
         for part, power in zip(self.parts, self.powers, strict=True):
-            scores = part.score(candidates).float()
+            scores = scores_of(part, candidates).float()
             total = total * (scores / scores.nanmean().clamp_min(1e-30)) ** power
         return total
 
@@ -109,7 +109,8 @@ class Union(Combined):
     def score(self, candidates: Candidates) -> Tensor:
         """Minus the smallest budget at which one of the selectors, with its share of it, would choose a token."""
         wanted = [
-            (ranks(part.score(candidates)) + 1) / share for part, share in zip(self.parts, self.shares, strict=True)
+            (ranks(scores_of(part, candidates)) + 1) / share
+            for part, share in zip(self.parts, self.shares, strict=True)
         ]
         return -torch.stack(wanted).amin(0)
 
@@ -131,7 +132,7 @@ class PerChunk(Combined):
 
     def score(self, candidates: Candidates) -> Tensor:
         """Minus the share of its chunk at which a token would be chosen."""
-        place = ranks(self.parts[0].score(candidates))
+        place = ranks(scores_of(self.parts[0], candidates))
         order = torch.argsort(place)
         order = order[torch.sort(candidates.chunk[order], stable=True).indices]  # by chunk, best first
         chunk = candidates.chunk[order]
@@ -161,7 +162,7 @@ class Window(Combined):
 
     def score(self, candidates: Candidates) -> Tensor:
         """The largest score of the window."""
-        scores = self.parts[0].score(candidates)
+        scores = scores_of(self.parts[0], candidates)
         best = scores.clone()
         for shift in range(1, min(self.width // 2 + 1, len(scores))):
             near = candidates.chunk[shift:] == candidates.chunk[:-shift]
@@ -169,6 +170,31 @@ class Window(Combined):
                 close = near & ((candidates.offset[a] - candidates.offset[b]).abs() <= self.width // 2)
                 best[a] = torch.where(close, torch.maximum(best[a], scores[b]), best[a])
         return best
+
+
+class First(Combined):
+    """The first tokens of every chunk before any other, whatever the budget (protected tokens; LegoLink-k).
+
+    Args:
+        inner: ranks them, and the others after them.
+        tokens: of each chunk.
+    """
+
+    def __init__(self, inner: Selector, tokens: int) -> None:
+        super().__init__([inner])
+        if tokens < 1:
+            raise ValueError(f"first{tokens}: protect at least one token of each chunk")
+        self.tokens = tokens
+
+    @property
+    def name(self) -> str:
+        """`hkvd@first4`."""
+        return f"{_inner(self.parts[0])}@first{self.tokens}"
+
+    def score(self, candidates: Candidates) -> Tensor:
+        """Minus the place among all tokens, above all others for the first ones."""
+        place = ranks(scores_of(self.parts[0], candidates))
+        return (candidates.offset < self.tokens) * len(place) - place
 
 
 def _inner(selector: Selector) -> str:

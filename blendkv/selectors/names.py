@@ -3,7 +3,7 @@
 union    = [percent "%"] product ("+" [percent "%"] product)*
 product  = power ("*" power)*
 power    = spread ["^" number]
-spread   = atom ("@" ("per-chunk" | "window" odd number))*
+spread   = atom ("@" ("per-chunk" | "window" odd number | "first" number))*
 atom     = family ["-" argument] | "(" union ")"
 """
 
@@ -13,12 +13,13 @@ import re
 from collections.abc import Callable
 
 from blendkv.selectors.base import Selector
-from blendkv.selectors.combined import PerChunk, Product, Union, Window
+from blendkv.selectors.combined import First, PerChunk, Product, Union, Window
 
 _TOKEN = re.compile(r"\s*([A-Za-z_][\w.:-]*|\d+(?:\.\d+)?|[+*^@()%])")
 _ATOM = re.compile(r"[A-Za-z_].*")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _WINDOW = re.compile(r"window(\d+)")
+_FIRST = re.compile(r"first(\d+)")
 
 
 def parse(name: str, atom: Callable[[str], Selector]) -> Selector:
@@ -113,13 +114,17 @@ class _Parser:
         found = self.group()
         while self.take("@"):
             how = self.rest.pop(0) if self.rest else ""
-            window = _WINDOW.fullmatch(how)
+            window, first = _WINDOW.fullmatch(how), _FIRST.fullmatch(how)
             if how == "per-chunk":
                 found = PerChunk(found)
             elif window is not None:
                 found = Window(found, int(window[1]))
+            elif first is not None:
+                found = First(found, int(first[1]))
             else:
-                raise ValueError(f"selector {self.name!r}: after '@' goes per-chunk, or a window such as window5")
+                raise ValueError(
+                    f"selector {self.name!r}: after '@' goes per-chunk, a window such as window5, or first4"
+                )
         return found
 
     def group(self) -> Selector:

@@ -1,5 +1,6 @@
 """The leaderboard page equals what its command renders, and figures are drawn of any rows."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,27 @@ def test_points_of_figures():
     assert [what for what, _ in panels(ROWS)] == ["charged_budget", "ttft_s"]
 
 
+def test_times_are_drawn_relative_to_full_recompute_where_rows_have_that():
+    timed = [row(speedup=4.0), row("full", None, None, 0.0, 1.0, speedup=1.0)]
+    assert [what for what, _ in panels(timed)] == ["charged_budget", "speedup"]
+    assert lines_over(timed, "speedup") == {"hkvd": [(0.25, 0.08, 0.04, 0.16)]}
+    assert "| 4.00x |" in board(timed)
+    swept = [row(chunks=n, prompts=40 + n, speedup=float(n)) for n in (3, 6)]
+    assert [what for what, _ in panels(swept)] == ["chunks", "chunks, time"]
+
+
+def test_conditions_and_schedules_have_lines_of_their_own(tmp_path):
+    varied = [row(), row(condition="bos"), row(check_layers="1:0.3,4:0.15"), row(condition="bos", ratio=0.3)]
+    lines = lines_over(varied, "charged_budget")
+    assert {name: len(points) for name, points in lines.items()} == {
+        "hkvd": 1, "hkvd, chunks after bos": 2, "hkvd, 1:0.3,4:0.15": 1,
+    }  # fmt: skip
+    write_rows(tmp_path / "q.json", varied)
+    told = board(read_rows(tmp_path / "q.json"))
+    for name in ("hkvd, 15%", "hkvd, 15%, chunks after bos", "hkvd, layers 1:0.3, 4:0.15"):
+        assert f"| blend, {name} |" in told
+
+
 def test_a_sweep_has_a_panel_of_its_own():
     swept = [row(chunks=n, kl=0.01 * n, prompts=40 + n) for n in (3, 6)]
     found = panels(swept)
@@ -96,9 +118,27 @@ def test_figures_are_drawn(tmp_path, suffix):
     ]
     insights += [common | {"figure": "rank correlation", "layer": i, "ratio": None, "value": 0.9} for i in (1, 2)]
     swept = [row(batch=b, ttft_s=0.1 * b) for b in (1, 4)]
+    swept += [row(chunk_tokens=n, speedup=n / 64, task="other") for n in (128, 256)]
     plot([*ROWS, *swept, *insights], tmp_path / f"f{suffix}")
     assert (tmp_path / f"f{suffix}").stat().st_size > 2000
     if suffix == ".svg":
         text = (tmp_path / "f.svg").read_text()
-        for words in ("charged budget", "prompts at once", "rank correlation", "attention deviation"):
+        for words in (
+            "charged budget",
+            "prompts at once",
+            "tokens of a chunk",
+            "times faster",
+            "rank correlation",
+            "attention deviation",
+        ):
             assert words in text
+
+
+def test_every_interval_on_the_page_of_defaults_is_in_the_rows():
+    """`0.86 (0.65 to 1.09)` is the relative KL of some row, as it is rounded there."""
+    page = (ROOT / "docs" / "guides" / "defaults.md").read_text(encoding="utf-8")
+    rows = [r for name in ("quality-defaults", "sweeps") for r in read_rows(ROOT / "docs" / "results" / f"{name}.json")]
+    known = {(f"{r['relative']:.2f}", *(f"{v:.2f}" for v in r["ci"]["relative"])) for r in rows if r["ci"]["relative"]}
+    told = re.findall(r"(\d+\.\d\d) \((\d+\.\d\d) to (\d+\.\d\d)\)", page)
+    assert len(told) > 20
+    assert [interval for interval in told if interval not in known] == []

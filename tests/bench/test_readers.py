@@ -166,6 +166,13 @@ def test_a_hub_dataset_needs_datasets_and_is_read_by_split(monkeypatch):
     with pytest.raises(ValueError, match="no split dev: choose one of train, test"):
         read_task("plain", "owner/set::dev")
 
+    def unreachable(where, config):
+        raise ConnectionError("Couldn't reach\nthe hub.")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=unreachable))
+    with pytest.raises(OSError, match=r"dataset 'owner/set': Couldn't reach the hub\. Check its name and the network"):
+        read_task("plain", "owner/set")
+
 
 def test_a_path_that_is_not_there_is_no_dataset(tmp_path):
     with pytest.raises(FileNotFoundError):
