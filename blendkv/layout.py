@@ -72,20 +72,20 @@ class Layout:
     def assemble(self, documents: Iterable[Any], question: str, system: str | None = None) -> Prompt:
         """The prompt as pieces: the template's head, each document's chunks, separators, and the rest."""
         before, between, after = self._frame(system)
-        pieces = [self._special(before, "head")]
+        pieces = [self.special(before, "head")]
         for text in texts_of(documents):
             pieces += self.document(text)
-            pieces.append(self._plain(self.separator))
-        pieces += [self._special(between, "text"), self._plain(question), self._special(after, "text")]
+            pieces.append(self.plain(self.separator))
+        pieces += [self.special(between, "text"), self.plain(question), self.special(after, "text")]
         return Prompt(tuple(piece for piece in pieces if piece.ids))
 
     def head(self, system: str | None) -> Piece:
         """What stands before the documents."""
-        return self._special(self._frame(system)[0], "head")
+        return self.special(self._frame(system)[0], "head")
 
     def document(self, text: str) -> list[Piece]:
         """The chunks of one document."""
-        return [self._plain(part, "chunk") for part in split_text(self.tokenizer, text, self.chunk_tokens)]
+        return [self.plain(part, "chunk") for part in split_text(self.tokenizer, text, self.chunk_tokens)]
 
     def _frame(self, system: str | None) -> tuple[str, str, str]:
         """The prompt's text before the documents, between documents and question, and after."""
@@ -124,10 +124,11 @@ class Layout:
     def _template(self, messages: list[dict[str, str]]) -> str:
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
-    def _plain(self, text: str, kind: Literal["chunk", "text"] = "text") -> Piece:
+    def plain(self, text: str, kind: Literal["chunk", "text"] = "text") -> Piece:
+        """Text of a user or a document: what looks like a special token in it stays text."""
         return Piece(text, tuple(encode(self.tokenizer, text)) if text else (), kind)
 
-    def _special(self, text: str, kind: Literal["head", "text"]) -> Piece:
+    def special(self, text: str, kind: Literal["head", "text"]) -> Piece:
         """A part of the template, whose special tokens are meant."""
         with TOKENIZER_LOCK:
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else ()

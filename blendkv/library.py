@@ -20,6 +20,7 @@ from blendkv.chunk import ChunkCache, MissingChunk, chunk_key, tokenizer_fingerp
 from blendkv.codecs import Codec
 from blendkv.container.format import MAX_NAME_BYTES
 from blendkv.container.seals import check_secret
+from blendkv.conversation import Turn, assemble_turns
 from blendkv.errors import ChunkMissError
 from blendkv.facts import ModelFacts
 from blendkv.guard import Guard
@@ -177,7 +178,21 @@ class ChunkLibrary(PretrainedMixin):
         Raises:
             ChunkMissError: with `strict=True`, if a chunk is missing or could not be stored.
         """
-        prompt = self.assemble(documents, question, system)
+        return self.inputs(self.assemble(documents, question, system), **options)
+
+    def inputs(self, prompt: Prompt, **options: Any) -> BlendedInputs:
+        """Finds, or computes, the chunks of a prompt that is laid out already, by `assemble` or `conversation`.
+
+        Args:
+            prompt: its pieces.
+            **options: override the library's defaults for this prompt's `BlendedCache`.
+
+        Returns:
+            Inputs for `generate`, with `.cache` and `.report`.
+
+        Raises:
+            ChunkMissError: with `strict=True`, if a chunk is missing or could not be stored.
+        """
         options = self.options | options
         report = BlendReport()
         with report.clock.stage("load"):
@@ -188,19 +203,41 @@ class ChunkLibrary(PretrainedMixin):
         ids = torch.tensor([prompt.ids], device=next(self.model.parameters()).device)
         return BlendedInputs({"input_ids": ids, "attention_mask": torch.ones_like(ids), _compat.CACHE_ARG: cache})
 
-    def prefill(self, documents: Iterable[Any], system: str | None = None) -> list[ChunkCache]:
+    def prefill(
+        self, documents: Iterable[Any], system: str | None = None, report: BlendReport | None = None
+    ) -> list[ChunkCache]:
         """Chunks of documents: from the store, or computed and stored.
 
         Args:
             documents: as in a call.
             system: the system prompt they will be used under (matters with `condition="system"`).
+            report: told what was loaded, and what had to be computed.
 
         Returns:
             One chunk a document, or several for one that is longer than `chunk_tokens`, in order.
         """
         wanted = self._wanted(documents, system)
-        chunks = self._from_store(wanted, BlendReport(), self.options["strict"], compute=True)
+        report = BlendReport() if report is None else report
+        chunks = self._from_store(wanted, report, self.options["strict"], compute=True)
         return [chunk for chunk in chunks if isinstance(chunk, ChunkCache)]
+
+    def prefetch(
+        self, documents: Iterable[Any], system: str | None = None, deadline_s: float | None = 10.0
+    ) -> BlendReport:
+        """Brings the chunks of documents that a store has into memory; computes nothing.
+
+        Args:
+            documents: as in a call.
+            system: as for `prefill`.
+            deadline_s: most seconds to wait for stores that are not local; None for as long as they take.
+
+        Returns:
+            What was loaded, and which stores failed.
+        """
+        report, wanted = BlendReport(), self._wanted(documents, system)
+        pieces = {self._key(*piece): piece for piece in wanted}
+        self._usable(pieces, attachment_of(self.model).facts, report, Budget(deadline_s))
+        return report
 
     def keys(self, documents: Iterable[Any], system: str | None = None) -> list[str]:
         """Keys of the chunks that `prefill` would give, in order; nothing is looked up or computed."""
@@ -213,6 +250,18 @@ class ChunkLibrary(PretrainedMixin):
         stands once, in front, if the template (or, without one, the tokenizer) puts it there.
         """
         return self.layout.assemble(documents, question, system)
+
+    def conversation(self, turns: Iterable[Turn], **template: Any) -> Prompt:
+        """A conversation as pieces, with the documents of every turn as chunks; for `inputs`.
+
+        Args:
+            turns: system, user, assistant and tool turns (`blendkv.conversation.Turn`), the newest last.
+            **template: what the chat template takes besides (`enable_thinking=False`).
+
+        Raises:
+            ValueError: for a conversation that the tokenizer's chat template cannot lay out.
+        """
+        return assemble_turns(self.layout, turns, **template)
 
     def clear(self) -> None:
         """Forgets every chunk in memory; stores keep theirs."""

@@ -20,7 +20,8 @@ stores.disk stores.breaker stores.resp stores.valkey_server stores.valkey_server
 stores.catalog stores.valkey_centre stores.patience stores.remote stores.eviction stores.coding stores.opening
 stores.pool stores.writing stores.tiered stores.saved stores stores.upkeep stores.checking stores.inspection
 loading.queues loading.scheduler loading.sources loading.arriving loading loading.clocks attention mass cache facts plan
-question buffers waits graphs norms blend catching decoding attachment hooks learning proof attaching layout pace
+question buffers waits graphs norms blend catching decoding attachment hooks learning proof attaching layout
+conversation pace
 loading.costs loading.controller loading.progress loading.pipeline loading.guided prefilling loading.measuring scoring
 divergence guard manifest gathering hub sharing pretrained library documents precompute texts trials calibrating models
 contract testing passages bench bench.measure bench.scores bench.intervals bench.records bench.readers bench.synthetic
@@ -29,7 +30,11 @@ bench.traces bench.bandwidth bench.throttle bench.eviction bench.kernels bench.c
 bench.laying bench.answering bench.forcing bench.loading bench.mapping bench.conditions bench.settings bench.items
 bench.journal bench.summary bench.codec_table bench.store_table bench.table bench.leaderboard bench.quality
 bench.insights bench.quality_plot bench.plot bench.suggest bench.coders bench.codec bench.joint verify families survey
-guide demo _console _options cli_bench cli_bench_stores cli_codec cli_quality cli_stores cli_precompute cli_calibrate
+guide demo
+integrations integrations.extras integrations.detokenizing integrations.answering integrations.prefetching
+integrations.langchain_messages integrations.langchain_retriever integrations.langchain_chat integrations.langchain
+integrations.llama_index integrations.pipeline integrations.haystack
+_console _options cli_bench cli_bench_stores cli_codec cli_quality cli_stores cli_precompute cli_calibrate
 cli_bench_loading cli __main__
 """
 ORDER = _ORDER.split()
