@@ -18,7 +18,8 @@ selectors.base selectors.static selectors.deviation selectors.attention selector
 selectors.names selectors stores.base stores.deadline stores.keys stores.urls stores.files stores.hits stores.inventory
 stores.disk stores.breaker stores.resp stores.valkey_server stores.valkey_servers stores.valkey_url stores.valkey
 stores.catalog stores.valkey_centre stores.patience stores.remote stores.eviction stores.coding stores.opening
-stores.pool stores.writing stores.tiered stores.saved stores stores.upkeep stores.checking stores.inspection attention
+stores.pool stores.writing stores.tiered stores.saved stores stores.upkeep stores.checking stores.inspection
+loading.queues loading.scheduler loading attention
 mass cache facts plan question buffers waits graphs norms blend decoding attachment hooks learning proof attaching
 layout pace prefilling scoring divergence guard manifest gathering hub sharing pretrained library documents precompute
 texts trials calibrating models contract testing passages bench bench.measure bench.scores bench.intervals bench.records
