@@ -15,6 +15,7 @@ from blendkv.cli_bench_stores import eviction, stores
 from blendkv.cli_codec import profile
 from blendkv.cli_precompute import precompute
 from blendkv.cli_quality import check_prompts, make_suggestion, print_suggestion, read_selectors
+from blendkv.cli_serve import serve
 from blendkv.cli_stores import evict, inspect, ls, verify_store
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ main.add_typer(bench, name="bench")
 main.command()(profile)
 bench.command()(stores)
 bench.command()(eviction)
-for _command in (precompute, ls, inspect, evict, verify_store):
+for _command in (precompute, ls, inspect, evict, verify_store, serve):
     main.command()(_command)
 
 
