@@ -127,8 +127,7 @@ def serve(
             GatewayServer(settings, [sock], ready).run()
         finally:
             for part in (opened, far, centre):
-                if part is not None:
-                    part.close()
+                getattr(part, "close", lambda: None)()
 
 
 def _require_packages() -> None:

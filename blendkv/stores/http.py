@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from io import BytesIO
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -52,9 +53,17 @@ class HttpFiles(HTTPFileSystem):
         if token:
             client["headers"] = {**(client.get("headers") or {}), "Authorization": f"Bearer {token}"}
         super().__init__(client_kwargs=client, **options)
-        self.storage_options = {}  # fsspec shows them, and a token is among them
         self._put_timeout = ClientTimeout(sock_connect=min(patience, 2.0), sock_read=put_patience)
         self.allowed: frozenset[str] = frozenset()
+
+    @property
+    def storage_options(self) -> dict[str, Any]:
+        """None: fsspec shows them, and a token would be among them."""
+        return {}
+
+    @storage_options.setter
+    def storage_options(self, value: dict[str, Any]) -> None:
+        pass
 
     def greet(self, root: str) -> None:
         """Asks what may be done at a URL: `allowed` has methods, if this is a gateway, and nothing if not."""
@@ -84,7 +93,7 @@ class HttpFiles(HTTPFileSystem):
 
     async def _pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
         session = await self.set_session()
-        async with session.put(self.encode_url(path), data=value, timeout=self._put_timeout) as answer:
+        async with session.put(self.encode_url(path), data=BytesIO(value), timeout=self._put_timeout) as answer:
             await answer.read()
             self._raise_not_found_for_status(answer, path)
 

@@ -44,7 +44,8 @@ class HttpCentre:
         if self._parts.scheme not in ("http", "https") or not self._parts.hostname:
             raise ValueError(f"{self.url}: a gateway's URL is http://host:port or https://host:port")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._local = threading.local()
+        self._idle: list[http.client.HTTPConnection] = []
+        self._lock, self._closed = threading.Lock(), False
         self.news("", -1, 0.0)
 
     def read(self, name: str) -> Named | None:
@@ -93,11 +94,11 @@ class HttpCentre:
             raise StoreError(f"what {self.url} says of names makes no sense") from error
 
     def close(self) -> None:
-        """Closes this thread's connection; those of others end with their threads."""
-        connection = getattr(self._local, "connection", None)
-        if connection is not None:
+        """Closes connections; it is not asked any more. Followers are closed by themselves."""
+        with self._lock:
+            self._closed, idle, self._idle = True, self._idle, []
+        for connection in idle:
             connection.close()
-            self._local.connection = None
 
     def _named(self, body: bytes) -> Named:
         try:
@@ -107,27 +108,30 @@ class HttpCentre:
 
     def _ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
         """Status 200 or 404, and what was said. A connection that was kept may be closed: then once more."""
-        for fresh in (False, True):
-            connection = getattr(self._local, "connection", None)
-            if connection is None or fresh:
-                self.close()
-                fresh, connection = True, self._connect()
-                self._local.connection = connection
-            try:
-                connection.request(method, self._parts.path.rstrip("/") + path, body, self._headers)
-                answer = connection.getresponse()
-                status, data = answer.status, answer.read(MOST_BYTES)
-                if answer.read(1):
-                    raise http.client.HTTPException("too long an answer")
-                break
-            except (OSError, http.client.HTTPException) as error:
-                self.close()
-                # A put whose answer was lost may have been done, but a second one only counts one version more.
-                if fresh or isinstance(error, TimeoutError):
-                    raise StoreError(f"{self.url} does not answer ({error or type(error).__name__})") from error
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
+        fresh = connection is None
+        connection = connection or self._connect()
+        try:
+            connection.request(method, self._parts.path.rstrip("/") + path, body, self._headers)
+            answer = connection.getresponse()
+            status, data = answer.status, answer.read(MOST_BYTES)
+            if answer.read(1):
+                raise http.client.HTTPException("too long an answer")
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            if fresh or isinstance(error, TimeoutError):
+                raise StoreError(f"{self.url} does not answer ({error or type(error).__name__})") from error
+            # It was kept, and closed over there. A put may have been done: twice counts one version more, no harm.
+            return self._ask(method, path, body)
+        with self._lock:
+            keep = status in (200, 404) and not self._closed
+            if keep:
+                self._idle.append(connection)
+        if not keep:
+            connection.close()
         if status in (200, 404):
             return status, data
-        self.close()
         if status in (401, 403):
             raise StoreError(f"{self.url} refuses: give its token with token=... or $BLENDKV_TOKEN")
         said = data[:200].decode("utf-8", "replace").strip()
@@ -184,7 +188,6 @@ class HttpListener:
                 self._heard(named)
             after = news["next"]
             self.as_of = max(self.as_of, asked + news["heard"])
-        self._centre.close()
 
 
 def _named(value: dict[str, Any]) -> Named:
