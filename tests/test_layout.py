@@ -27,10 +27,10 @@ bench.shapes bench.prompts bench.gates bench.decode bench.memory bench.results b
 bench.kernels bench.coding bench.loading bench.ttft bench.laying bench.answering bench.forcing bench.mapping
 bench.settings bench.items bench.journal bench.summary bench.codec_table bench.store_table bench.table bench.leaderboard
 bench.quality bench.insights bench.quality_plot bench.plot bench.suggest bench.coders bench.codec bench.joint
-bench.fairness bench.gateway verify families survey guide demo serving.limits serving.tokens serving.slots
-serving.ranges serving.entries serving.protocol serving.metrics serving.logs serving.central serving.answers
-serving.chunks serving.names serving.app serving.server serving _console _options cli_bench cli_bench_stores
-cli_bench_serving cli_codec cli_quality cli_serve cli_stores cli_precompute cli __main__
+bench.fairness bench.gateway_bare bench.gateway_load bench.gateway verify families survey guide demo serving.limits
+serving.tokens serving.slots serving.ranges serving.entries serving.protocol serving.metrics serving.logs
+serving.central serving.answers serving.chunks serving.names serving.app serving.server serving _console _options
+cli_bench cli_bench_stores cli_bench_serving cli_codec cli_quality cli_serve cli_stores cli_precompute cli __main__
 """
 ORDER = _ORDER.split()
 
