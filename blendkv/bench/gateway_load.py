@@ -1,4 +1,4 @@
-"""Many clients of a gateway at once, which check every byte: `python -m blendkv.bench.gateway_load`, JSON in and out."""
+"""Many clients of a gateway at once, which check every byte: `python -m blendkv.bench.gateway_load`, by JSON."""
 
 from __future__ import annotations
 

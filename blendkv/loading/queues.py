@@ -11,7 +11,10 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
-QUANTUM_BYTES = 1 << 20
+QUANTUM_BYTES = 256 << 10
+"""Of a turn. Smaller than most pieces, so that a turn is a piece."""
+LEAST_BYTES = 64 << 10
+"""What a piece counts for at least: the way there and back takes as long as some bytes do."""
 LEAD = 8
 
 
@@ -138,13 +141,15 @@ class DeficitQueue:
 
     Args:
         quantum: bytes of a turn.
+        least: bytes that a piece counts for at least. Without it a client with thousands of tiny pieces would have a
+            turn of thousands.
         lead: most pieces of newcomers that go in front, one after the other.
     """
 
-    def __init__(self, quantum: int = QUANTUM_BYTES, lead: int = LEAD) -> None:
-        if quantum < 1 or lead < 1:
-            raise ValueError(f"quantum={quantum}, lead={lead}: give positive numbers")
-        self._quantum, self._lead = quantum, lead
+    def __init__(self, quantum: int = QUANTUM_BYTES, least: int = LEAST_BYTES, lead: int = LEAD) -> None:
+        if quantum < 1 or least < 1 or lead < 1:
+            raise ValueError(f"quantum={quantum}, least={least}, lead={lead}: give positive numbers")
+        self._quantum, self._least, self._lead = quantum, least, lead
         self._pieces: dict[Hashable, dict[Piece, None]] = {}
         self._credit: dict[Hashable, int] = {}
         self._new: deque[Hashable] = deque()
@@ -191,7 +196,7 @@ class DeficitQueue:
             else:
                 piece = _first(self._pieces[client])
                 self._waiting -= 1
-                self._credit[client] -= piece.cost
+                self._credit[client] -= max(piece.cost, self._least)
                 self._led = self._led + 1 if new else 0
                 return piece
 

@@ -21,6 +21,8 @@ from blendkv.stores.base import Store
 from blendkv.stores.checking import check_bytes
 
 PATH = re.compile(r"/chunks/([0-9a-f]{2})/(\1[0-9a-f]{62})\.bkv")
+CHECKS = 2
+"""Bodies that are checked at a time: nobody's reads wait for that."""
 _KIND: Header = (b"content-type", b"application/octet-stream")
 _RANGES: Header = (b"accept-ranges", b"bytes")
 _BUSY = (b"retry-after", b"1")
@@ -80,6 +82,7 @@ class Chunks:
         self._verify, self._uploading = verify, 0
         self.slots = Slots(limits.slots, policy, limits.waiting, metrics.waited.observe)
         self._threads = ThreadPoolExecutor(limits.slots + 4, thread_name_prefix="blendkv-gateway")
+        self._checks = ThreadPoolExecutor(CHECKS, thread_name_prefix="blendkv-check")
 
     async def get(self, scope: Scope, send: Send) -> None:
         """Answers GET and HEAD."""
@@ -125,7 +128,8 @@ class Chunks:
         data = await self._receive(request, receive)
         self._metrics.received.inc(len(data))
         if self._verify:
-            outcome, reason = await self._in_thread(check_bytes, request.key, data)
+            loop = asyncio.get_running_loop()
+            outcome, reason = await loop.run_in_executor(self._checks, check_bytes, request.key, data)
             if outcome not in ("ok", "sealed"):
                 self._metrics.refused.labels(reason or outcome).inc()
                 why = "its contents have another key" if outcome == "foreign" else f"no sound chunk file: {reason}"
@@ -153,7 +157,8 @@ class Chunks:
 
     def close(self) -> None:
         """Lets go of threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._checks):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def _head(self, request: Request, send: Send) -> None:
         entry = await self._in_thread(look_at, self._store, request.key)

@@ -1,5 +1,6 @@
 """Who is next: bytes are shared, light clients go first, nobody starves, nothing is lost."""
 
+import itertools
 import random
 from collections import Counter, deque
 
@@ -82,7 +83,7 @@ def test_deficit_is_within_a_round_of_the_paper():
     draw = random.Random(0)
     pieces = [Piece(client, draw.randint(1, 1 << 20)) for client in range(5) for _ in range(400)]
     draw.shuffle(pieces)
-    ours = DeficitQueue()
+    ours = DeficitQueue(quantum=1 << 20, least=1)
     for piece in pieces:
         ours.push(piece)
     mine, theirs = Counter(), Counter()
@@ -118,6 +119,16 @@ def test_coming_and_going_earns_no_credit():
     assert abs(served["one"] - served["many"]) <= 2 * (8 << 20)
 
 
+def test_tiny_pieces_are_no_long_turn():
+    queue = DeficitQueue()
+    for client in ("tiny", "other"):
+        for _ in range(1000):
+            queue.push(Piece(client, 1))
+    order = [queue.pop().client for _ in range(100)]
+    assert 40 <= order.count("other") <= 60
+    assert max(len(list(run)) for _, run in itertools.groupby(order)) <= 8
+
+
 def test_newcomers_without_end_starve_nobody():
     queue, served = DeficitQueue(lead=8), Counter()
     for _ in range(1000):
@@ -138,7 +149,7 @@ def test_clients_that_went_away_are_forgotten():
 
 
 def test_a_piece_of_very_many_quanta_takes_no_loop_of_that_length():
-    queue = DeficitQueue(quantum=1)
+    queue = DeficitQueue(quantum=1, least=1)
     for client in "ab":
         queue.push(Piece(client, 1 << 62))
         queue.push(Piece(client, 1))
