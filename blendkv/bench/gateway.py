@@ -70,6 +70,9 @@ def gateway_rows(
             ):
                 rates[name] = _load(asked | {"port": server.port, "seconds": round_seconds, "only": "get"})
             turns.append(rates)
+            for name in rates:
+                if rates[name]["errors"]:
+                    say(f"{name}: {rates[name]['errors']} errors, such as {rates[name]['some_errors'][0]}")
             say(f"{turn + 1} of {rounds}: {rates['gateway']['mb_s']:.0f} MB/s, bare {rates['bare']['mb_s']:.0f}")
         rows = (
             [common | {"kind": "throughput", "rounds": rounds, "round_s": round_seconds} | _rates(turns)]
@@ -131,7 +134,7 @@ def _load(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rates(turns: Sequence[dict[str, dict[str, Any]]]) -> Row:
-    ratios = [turn["gateway"]["mb_s"] / turn["bare"]["mb_s"] for turn in turns]
+    ratios = [turn["gateway"]["mb_s"] / max(turn["bare"]["mb_s"], 1e-9) for turn in turns]
     return {
         "gateway_mb_s": median(turn["gateway"]["mb_s"] for turn in turns),
         "bare_mb_s": median(turn["bare"]["mb_s"] for turn in turns),
