@@ -108,6 +108,7 @@ def _server(command: list[str]) -> Generator[_Server]:
     """A server process that has told its port, on either of its outputs."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
+    drain = None
     try:
         told, end = b"", time.monotonic() + 60
         while (found := re.search(rb"^(?:.*127\.0\.0\.1:)?(\d+)(?:/chunks)?.*\n", told, re.MULTILINE)) is None:
@@ -116,7 +117,8 @@ def _server(command: list[str]) -> Generator[_Server]:
             if not part:
                 raise BlendError(f"{' '.join(command[1:4])} did not start: {told.decode(errors='replace')[-500:]}")
             told += part
-        threading.Thread(target=lambda out: [None for _ in out], args=(process.stdout,), daemon=True).start()
+        drain = threading.Thread(target=lambda out: [None for _ in out], args=(process.stdout,), daemon=True)
+        drain.start()
         yield _Server(process, int(found[1]))
     finally:
         process.terminate()
@@ -125,6 +127,9 @@ def _server(command: list[str]) -> Generator[_Server]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        if drain is not None:
+            drain.join(15)
+        process.stdout.close()
 
 
 def _load(asked: dict[str, Any]) -> dict[str, Any]:

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
-QUANTUM_BYTES = 256 << 10
-"""Of a turn. Smaller than most pieces, so that a turn is a piece."""
+QUANTUM_BYTES = 4 << 20
+"""Of a turn: some pieces, which a light client may need at once (`blendkv bench fairness`)."""
+USUAL_BYTES = 1 << 20
+"""Of a piece whose size is not known."""
 LEAST_BYTES = 64 << 10
 """What a piece counts for at least: the way there and back takes as long as some bytes do."""
-LEAD = 8
+LEAD = 16
 
 
 class Piece:
@@ -135,9 +137,9 @@ class DeficitQueue:
     Clients take turns. A turn gives `quantum` bytes of credit, and a client whose credit is used up waits for its next
     turn, so that all get the same bytes however large their pieces are (Shreedhar and Varghese, 1996). A client with
     nothing waiting so far goes in front of those that have had turns, as in FQ-CoDel (RFC 8290): one piece of a light
-    client waits for a slot, not for a round. It stays in the round until its next turn even if it has nothing left, so
-    that coming and going earns no credit; and after `lead` pieces of newcomers in a row somebody of the round is
-    served, so that newcomers without end starve nobody.
+    client waits for a slot, not for a round; and so do the next ones, until it has had a turn's bytes. It stays in the
+    round until its next turn even if it has nothing left, so that coming and going earns no credit. After `lead` pieces
+    of newcomers in a row somebody of the round is served, so that newcomers without end starve nobody.
 
     Args:
         quantum: bytes of a turn.
@@ -152,8 +154,8 @@ class DeficitQueue:
         self._quantum, self._least, self._lead = quantum, least, lead
         self._pieces: dict[Hashable, dict[Piece, None]] = {}
         self._credit: dict[Hashable, int] = {}
-        self._new: deque[Hashable] = deque()
-        self._round: deque[Hashable] = deque()
+        self._new: OrderedDict[Hashable, None] = OrderedDict()
+        self._round: OrderedDict[Hashable, None] = OrderedDict()
         self._waiting = self._led = 0
 
     def __len__(self) -> int:
@@ -164,7 +166,10 @@ class DeficitQueue:
         client = piece.client
         if client not in self._pieces:
             self._pieces[client], self._credit[client] = {}, self._quantum
-            self._new.append(client)
+            self._new[client] = None
+        elif not self._pieces[client] and self._credit[client] > 0 and client in self._round:
+            del self._round[client]  # what is left of its turn is still its own
+            self._new[client] = None
         self._pieces[client][piece] = None
         self._waiting += 1
 
@@ -178,19 +183,19 @@ class DeficitQueue:
                 self._led = 0
             new = bool(self._new) and self._led < self._lead
             line = self._new if new else self._round
-            client = line[0]
+            client = next(iter(line))
             if self._credit[client] <= 0:
                 self._credit[client] += self._quantum
-                line.popleft()
-                self._round.append(client)
+                del line[client]
+                self._round[client] = None
                 broke += 1
                 if broke > len(self._pieces):
                     self._skip()
                     broke = 0
             elif not self._pieces[client]:
-                line.popleft()
+                del line[client]
                 if new and self._round:
-                    self._round.append(client)
+                    self._round[client] = None
                 else:
                     del self._pieces[client], self._credit[client]
             else:

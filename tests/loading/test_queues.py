@@ -124,9 +124,9 @@ def test_tiny_pieces_are_no_long_turn():
     for client in ("tiny", "other"):
         for _ in range(1000):
             queue.push(Piece(client, 1))
-    order = [queue.pop().client for _ in range(100)]
-    assert 40 <= order.count("other") <= 60
-    assert max(len(list(run)) for _, run in itertools.groupby(order)) <= 8
+    order = [queue.pop().client for _ in range(640)]
+    assert 256 <= order.count("other") <= 384
+    assert max(len(list(run)) for _, run in itertools.groupby(order)) <= (4 << 20) // (64 << 10)
 
 
 def test_newcomers_without_end_starve_nobody():
