@@ -82,7 +82,8 @@ def _told(row: dict[str, Any]) -> str:
         return (
             f"{row['clients']} clients, whole entries of {row['size'] / 1e6:.1f} MB: {row['gateway_mb_s']:,.0f} MB/s; "
             f"Starlette's FileResponse {row['bare_mb_s']:,.0f} MB/s; ratio {row['ratio']:.2f} "
-            f"({row['ratio_least']:.2f} to {row['ratio_most']:.2f})"
+            f"({row['ratio_least']:.2f} to {row['ratio_most']:.2f}); seconds of a processor a gigabyte: "
+            f"{row['cpu_s_gb']:.2f}, {row['bare_cpu_s_gb']:.2f}"
         )
     return (
         f"{row['minutes']:g} minutes: {row['requests']:,} requests, {row['wrong']} wrong, {row['errors']} errors, "

@@ -50,7 +50,8 @@ def gateway_rows(
     Returns:
         A row of kind `soak` with `requests`, `wrong` (answers that were not what they had to be), `rss_settled_mb` and
         `rss_end_mb` (medians of a minute's tenth) and their ratio; and one of kind `throughput` with the medians of
-        both servers and of their ratio.
+        both servers and of their ratio, and the seconds of processors that a gigabyte cost each (`cpu_s_gb`), which
+        depend less on what else the machine does.
 
     Raises:
         BlendError: if a server does not start.
@@ -64,11 +65,13 @@ def gateway_rows(
         bare = running.enter_context(_server([sys.executable, "-m", "blendkv.bench.gateway_bare", f"{folder}/store"]))
         turns = []
         for turn in range(rounds):
-            rates = {}
+            rates: dict[str, dict[str, Any]] = {}
             for name, server in (
                 (("gateway", gateway), ("bare", bare)) if turn % 2 else (("bare", bare), ("gateway", gateway))
             ):
-                rates[name] = _load(asked | {"port": server.port, "seconds": round_seconds, "only": "get"})
+                before = server.cpu()
+                found = _load(asked | {"port": server.port, "seconds": round_seconds, "only": "get"})
+                rates[name] = found | {"cpu_s_gb": (server.cpu() - before) / max(found["bytes"] / 1e9, 1e-9)}
             turns.append(rates)
             for name in rates:
                 if rates[name]["errors"]:
@@ -96,6 +99,14 @@ class _Server:
         except OSError:
             return float("nan")
         return int(status.partition("VmRSS:")[2].split()[0]) / 1024
+
+    def cpu(self) -> float:
+        """Seconds of processors that it has used; NaN where the kernel does not say."""
+        try:
+            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return float("nan")
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _serve(folder: str, options: Sequence[str]) -> list[str]:
@@ -146,6 +157,8 @@ def _rates(turns: Sequence[dict[str, dict[str, Any]]]) -> Row:
         "ratio": median(ratios),
         "ratio_least": min(ratios),
         "ratio_most": max(ratios),
+        "cpu_s_gb": median(turn["gateway"]["cpu_s_gb"] for turn in turns),
+        "bare_cpu_s_gb": median(turn["bare"]["cpu_s_gb"] for turn in turns),
         "wrong": sum(turn[name]["wrong"] for turn in turns for name in turn),
         "errors": sum(turn[name]["errors"] for turn in turns for name in turn),
         "request_p99_s": median(turn["gateway"]["request_p99_s"] for turn in turns),

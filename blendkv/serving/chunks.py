@@ -110,7 +110,7 @@ class Chunks:
             while at < want.stop and not request.gone:
                 stop = min(want.stop, at + self._limits.piece_bytes)
                 slot = await self._slot(request, stop - at)
-                data = await self._in_thread(entry.read, at, stop)
+                data = entry.read_at_once(at, stop) or await self._in_thread(entry.read, at, stop)
                 if data is None:
                     await request.cut()
                     return
@@ -188,7 +188,7 @@ class Chunks:
             return None
         return entry, want, data
 
-    async def _send(self, request: Request, data: bytes, send: Send, last: bool) -> None:
+    async def _send(self, request: Request, data: bytes | bytearray, send: Send, last: bool) -> None:
         """Sends a piece, and waits until the client has taken it: only then it is somebody else's turn."""
         await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": not last})

@@ -24,6 +24,10 @@ class OpenEntry:
         """Bytes `[start, stop)`, all of them, or None."""
         raise NotImplementedError
 
+    def read_at_once(self, start: int, stop: int) -> bytes | bytearray | None:
+        """The same, if nothing has to be waited for; else None, and `read` may have them."""
+        return None
+
     def close(self) -> None:
         """Lets go of it."""
 
@@ -46,6 +50,10 @@ class FileEntry(OpenEntry):
         except OSError:
             return None
         return data if len(data) == stop - start else None
+
+    def read_at_once(self, start: int, stop: int) -> bytearray | None:
+        """Bytes of a file that the system has in memory."""
+        return self._source.read_at_once(start, stop - start)
 
     def close(self) -> None:
         """Closes the file."""
@@ -77,6 +85,8 @@ class BytesEntry(OpenEntry):
     def read(self, start: int, stop: int) -> bytes | None:
         """Bytes of it."""
         return self._data[start:stop] if (start, stop) != (0, self.size) else self._data
+
+    read_at_once = read
 
 
 def open_entry(store: Store, key: str, first: int) -> OpenEntry | None:
