@@ -32,10 +32,10 @@ def fairness(
     columns: dict[str, None] = {}
     for row in rows:
         if row["kind"] == "shares":
-            found = {"Jain, equal": row["jain_equal"], "Jain, sizes 1:4": row["jain_sizes"]}
+            found = {"Jain": row["jain_equal"], "1:4": row["jain_sizes"]}
         else:
-            where = "in threads" if row["kind"] == "threads" else row["service"]
-            found = {f"{where}, {row['light_load']:.0%}": row["light_wait_p99"]}
+            where = "threads" if row["kind"] == "threads" else {"exponential": "exp."}.get(row["service"], "equal")
+            found = {f"{where} {row['light_load']:.0%}": row["light_wait_p99"]}
         cells.setdefault((row["policy"], row["slots"]), {}).update(found)
         columns |= dict.fromkeys(found)
     lines = [
@@ -45,8 +45,8 @@ def fairness(
     print_table(["policy", "slots", *columns], lines)
     typer.echo(
         "\n99 of 100 pieces of nine light clients waited at most so many mean times of a piece for a slot, beside one "
-        "client that floods.\nPieces are equal or exponential, the light clients' load is in percent of what the slots "
-        "can do. Jain's index of bytes is 1 if all clients got the same."
+        "client that floods.\nPieces are equal or exponential; the light clients' load is in percent of what the slots "
+        "can do. Jain's index of the bytes of ten clients is 1 if all got the same; 1:4 has pieces of two sizes."
     )
 
 

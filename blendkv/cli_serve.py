@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -123,11 +124,18 @@ def serve(
                 )
             settings.log.write("info", "ready", url=url, pid=os.getpid(), central=far.url if far else None)
 
+        before = signal.signal(signal.SIGTERM, _leave)
         try:
             GatewayServer(settings, [sock], ready).run()
         finally:
+            signal.signal(signal.SIGTERM, before)
             for part in (opened, far, centre):
                 getattr(part, "close", lambda: None)()
+
+
+def _leave(*args: object) -> None:
+    """What uvicorn hands on once it has ended for a SIGTERM: stores are closed before the process is."""
+    raise SystemExit(0)
 
 
 def _require_packages() -> None:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from blendkv.serving.answers import CLOSE, Answer, Receive, Scope, Send, send_bytes
-from blendkv.serving.chunks import Chunks
+from blendkv.serving.chunks import PATH, Chunks
 from blendkv.serving.logs import Log
 from blendkv.serving.metrics import CONTENT_TYPE, Metrics
 from blendkv.serving.names import Names
@@ -94,7 +94,7 @@ class Gateway:
             method = scope["method"] if scope["method"] in _METHODS else "other"
             self._metrics.requests.labels(route, method, told.status).inc()
             self._metrics.seconds.labels(route).observe(seconds)
-            about = {"key": scope["path"].rpartition("/")[2][:8]} if route == "chunks" else {}
+            about = {"key": found[2][:8]} if known and (found := PATH.fullmatch(scope["path"])) else {}
             self._log.write(
                 "debug" if route == "healthz" else "info",
                 "request",

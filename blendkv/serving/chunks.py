@@ -93,6 +93,8 @@ class Chunks:
         slot = await self._slot(request, self._cost(request.headers))
         entry = None
         try:
+            if request.gone:
+                return
             found = await self._in_thread(self._first, request)
             if found is None and self._central is not None:
                 slot.release()

@@ -15,7 +15,8 @@ class Limits:
         slots: transfers that are sent at a time.
         piece_bytes: after so many bytes of a transfer somebody else may be next.
         hold_seconds: a client that does not take its piece so soon gives its slot back, and goes on without.
-        stall_seconds: a client that takes less than a piece in so long is cut off.
+        stall_seconds: a client that takes less than `stall_bytes` in so long is cut off.
+        stall_bytes: see there.
         head_seconds: for the line and the headers of a request.
         head_bytes: of the line and the headers of a request.
         idle_seconds: that a connection stays without a request.
@@ -30,6 +31,7 @@ class Limits:
     piece_bytes: int = MIB
     hold_seconds: float = 1.0
     stall_seconds: float = 20.0
+    stall_bytes: int = 16 << 10
     head_seconds: float = 10.0
     head_bytes: int = 32 << 10
     idle_seconds: float = 30.0

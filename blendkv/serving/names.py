@@ -12,7 +12,7 @@ from secrets import token_hex
 from typing import Any
 from urllib.parse import parse_qs, unquote
 
-from blendkv.serving.answers import Answer, Receive, Scope, Send, read_body, send_json
+from blendkv.serving.answers import CLOSE, Answer, Receive, Scope, Send, read_body, send_json
 from blendkv.stores.catalog import Centre, Named, Region
 from blendkv.stores.keys import is_key
 
@@ -21,8 +21,9 @@ MOST_BYTES = 8 << 20
 """Of a list of keys, as JSON."""
 MOST_WAIT = 5.0
 """Seconds that one who follows may wait for the next update."""
-REMEMBERED = 10_000
-"""Updates; who has missed more begins anew."""
+BODY_SECONDS = 30.0
+REMEMBERED, REMEMBERED_KEYS = 10_000, 200_000
+"""Updates, and keys in them; who has missed more begins anew."""
 _TRUE = ("1", "true", "yes")
 
 
@@ -52,7 +53,10 @@ class Names:
     async def put(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers PUT of `{"keys": [...]}`: from now on the name stands for these; none forgets it."""
         name = name_of(scope)
-        keys = _keys(await asyncio.wait_for(read_body(receive, MOST_BYTES), 30))
+        try:
+            keys = _keys(await asyncio.wait_for(read_body(receive, MOST_BYTES), BODY_SECONDS))
+        except TimeoutError:
+            raise Answer(408, "the body came too slowly", [CLOSE]) from None
         try:
             named = await self._in_thread(self.region.put, name, keys)
         except ValueError as error:
@@ -105,7 +109,7 @@ class Announced:
     def __init__(self, centre: Centre) -> None:
         self._id, self._lock = token_hex(8), threading.Lock()
         self._updates: deque[tuple[int, Named]] = deque(maxlen=REMEMBERED)
-        self._count = 0
+        self._count = self._keys = 0
         self._wake: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
         self._following = centre.follow(self._heard)
 
@@ -160,7 +164,12 @@ class Announced:
     def _heard(self, named: Named) -> None:
         with self._lock:
             self._count += 1
+            self._keys += len(named.keys)
+            if len(self._updates) == self._updates.maxlen:
+                self._keys -= len(self._updates[0][1].keys)
             self._updates.append((self._count, named))
+            while self._keys > REMEMBERED_KEYS and len(self._updates) > 1:
+                self._keys -= len(self._updates.popleft()[1].keys)
             for loop, event in self._wake:
                 loop.call_soon_threadsafe(event.set)
 

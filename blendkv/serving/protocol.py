@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
+from struct import Struct
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from blendkv.serving.limits import Limits
 
+try:
+    import fcntl
+    import termios
+except ImportError:  # not a Unix
+    fcntl = termios = None
+
+_INT = Struct("i")
 CONNECTION = "blendkv.connection"
 """Name of the connection among a request's extensions."""
 MOST_PIPELINED = 16
@@ -80,7 +89,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:  # noqa: D102
         super().pause_writing()
-        self._arm("stall", self.limits.stall_seconds)
+        self._watch_stall()
 
     def resume_writing(self) -> None:  # noqa: D102
         super().resume_writing()
@@ -94,6 +103,29 @@ class GuardedProtocol(HttpToolsProtocol):
     def abort(self) -> None:
         """Ends the connection at once, whatever has not been sent."""
         self.transport.abort()
+
+    def _watch_stall(self) -> None:
+        """Looks again and again whether the client takes what is sent."""
+        before = self._unsent()
+
+        def look() -> None:
+            if before - self._unsent() < self.limits.stall_bytes:
+                self._cut("stall")
+            else:
+                self._watch_stall()
+
+        self._disarm("stall")
+        self._timers["stall"] = self.loop.call_later(self.limits.stall_seconds, look)
+
+    def _unsent(self) -> int:
+        """Bytes that the client has not taken yet: ours, and the kernel's, which may be megabytes."""
+        waiting = self.transport.get_write_buffer_size()
+        sock = self.transport.get_extra_info("socket")
+        if fcntl is None or termios is None or sock is None:
+            return waiting
+        with suppress(OSError, ValueError):
+            waiting += _INT.unpack(fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(_INT.size)))[0]
+        return waiting
 
     def _arm(self, name: str, seconds: float) -> None:
         """Cuts the connection off in so many seconds; what is armed stays as it is."""

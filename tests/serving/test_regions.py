@@ -291,6 +291,12 @@ def test_who_missed_too_much_begins_anew(tmp_path, monkeypatch):
         assert json.loads(running.ask("GET", path)[2])["epoch"] != first["epoch"]
         path = f"/names?after={first['next'] + 1}&epoch={first['epoch']}"
         assert len(json.loads(running.ask("GET", path)[2])["updates"]) == 3
+        monkeypatch.setattr("blendkv.serving.names.REMEMBERED_KEYS", 5)
+        centre.write("x", KEYS)  # three of two keys each
+        path = f"/names?after={first['next'] + 2}&epoch={first['epoch']}"
+        assert json.loads(running.ask("GET", path)[2])["epoch"] != first["epoch"]
+        path = f"/names?after={first['next'] + 3}&epoch={first['epoch']}"
+        assert len(json.loads(running.ask("GET", path)[2])["updates"]) == 2
 
 
 def test_a_listener_notices_that_it_was_away(tmp_path):

@@ -79,9 +79,11 @@ def test_as_the_guide_says(tmp_path):
         process.wait(30)
         assert process.returncode in (0, -signal.SIGINT, 130)
         assert "Traceback" not in "".join(lines)
-    with served("--store", tmp_path / "store", BLENDKV_HOME=home) as (url, _, lines):
+    with served("--store", tmp_path / "store", BLENDKV_HOME=home) as (url, process, lines):
         assert "made now" not in "".join(lines)
         assert open_store(url + "/chunks", token=token).get(KEY) == DATA
+        process.terminate()
+        assert process.wait(30) == 0
 
 
 def test_tls(tmp_path):

@@ -139,3 +139,52 @@ def test_listing_by_the_command(tmp_path, monkeypatch):
             assert result.exit_code == 0, result.output
         assert "1 entry" in result.output
         assert TOKEN not in result.output
+
+
+FAULTS = ["503", "500", "403", "404", "truncated", "reset", "stall", "garbage", "longer", "range ignored"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_bad_road(tmp_path, fault):
+    """Dead, stalled or lying on the way: a miss, in time; or bytes that a reader finds wanting; never an exception."""
+    import time
+
+    from blendkv.container import ContainerReader
+    from blendkv.errors import ChunkFileError
+    from blendkv.stores import deadline
+    from tests.s3 import Proxy
+
+    key, data = chunk_file(0)
+    with gateway(disk(tmp_path)) as running:
+        proxy = Proxy(running.port)
+        store = open_store(proxy.url + "/chunks", token=TOKEN)
+        assert running.ask("PUT", path_of(key), data)[0] == 201
+        assert store.get(key) == data
+        proxy.fault = fault
+        begin = time.monotonic()
+        with deadline(0.3):
+            got, part = store.get(key), store.get(key, 100, 200)
+        assert time.monotonic() - begin < 10  # the stall lasts 30 s
+        if fault in ("range ignored", "longer", "garbage"):
+            assert part in (None, data[100:200]) or fault == "garbage"
+            if fault != "range ignored":
+                with pytest.raises(ChunkFileError):
+                    ContainerReader(got)
+        else:
+            assert got is part is None
+            assert store.stats.misses == 2
+        proxy.fault = ""
+        proxy.stalled.set()
+        assert store.get(key) == data
+        proxy.close()
+
+
+def test_what_can_be_read_at_once(tmp_path):
+    store = disk(tmp_path)
+    key, data = chunk_file(0)
+    store.put(key, data)
+    with store.source(key) as source:
+        for start, stop in ((0, len(data)), (5, 6), (100, 9000)):
+            assert source.read_at_once(start, stop - start) in (data[start:stop], None)
+        assert source.read_at_once(0, len(data) + 1) is None
+    assert source.read_at_once(0, 1) is None

@@ -224,6 +224,24 @@ def test_slow_readers_are_cut_off_and_hold_nobody_up(tmp_path):
             sock.close()
 
 
+def test_a_slow_link_is_no_stall(tmp_path):
+    """Whoever takes something all the time is served to the end, however long it takes."""
+    key, data = chunk_file(3, tokens=8000)
+    store = disk(tmp_path)
+    store.put(key, data)
+    with gateway(store, QUICK | {"stall_bytes": 1000}) as running, socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        sock.settimeout(30)
+        sock.connect(("127.0.0.1", running.port))
+        sock.sendall(f"GET {path_of(key)} HTTP/1.0\r\nHost: x\r\n{LINE}\r\n".encode())
+        got, begin = bytearray(), time.monotonic()
+        while part := sock.recv(len(data) // 40):
+            got += part
+            time.sleep(0.06)
+    assert time.monotonic() - begin > 4 * QUICK["stall_seconds"]
+    assert bytes(got).partition(b"\r\n\r\n")[2] == data
+
+
 GARBAGE = [
     b"\x00" * 1000,
     b"\xff\xfe" * 500 + b"\r\n\r\n",
