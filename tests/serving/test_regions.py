@@ -314,6 +314,29 @@ def test_a_listener_notices_that_it_was_away(tmp_path):
     client.close()
 
 
+def test_a_region_does_not_trust_silence(tmp_path):
+    """Announcements that get stuck on the way to the central gateway: a region there asks, and answers rightly."""
+
+    class Stuck(MemoryCentre):
+        def follow(self, heard):
+            following = super().follow(lambda named: None)
+            return type("Following", (), {"since": following.since, "as_of": following.since, "close": following.close})
+
+    centre = Stuck()
+    with gateway(disk(tmp_path), catalog=centre) as running:
+        client = HttpCentre(running.url, token=TOKEN, beat=0.02)
+        region = Region(client, delay=0.3)
+        centre.write("x", KEYS)
+        until(lambda: region.state.connected)
+        assert region.get("x").version == 1
+        centre.write("x", KEYS[:1])
+        time.sleep(0.4)
+        assert region.get("x").version == 2
+        assert region.state.lag > 0.3
+        region.close()
+        client.close()
+
+
 @pytest.mark.skipif(BINARY is None, reason="no valkey-server or redis-server")
 def test_names_in_valkey_through_two_gateways(tmp_path):
     """No state of their own: what is put through one is heard through the other."""

@@ -199,27 +199,44 @@ def test_slow_bodies_are_cut_off(store):
         assert [event["status"] for event in events] == [408]
 
 
-def test_slow_readers_are_cut_off_and_hold_nobody_up(tmp_path):
+def slow_readers(running, key, count):
+    """Connections that ask for an entry and take almost nothing of it."""
+    made = []
+    for _ in range(count):
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.settimeout(30)
+        sock.connect(("127.0.0.1", running.port))
+        sock.sendall(f"GET {path_of(key)} HTTP/1.1\r\nHost: x\r\n{LINE}\r\n".encode())
+        made.append(sock)
+    return made
+
+
+def test_slow_readers_are_cut_off(tmp_path):
     key, data = chunk_file(3, tokens=8000)  # more than sockets hold
     store = disk(tmp_path)
     store.put(key, data)
-    with gateway(store, QUICK | {"slots": 2, "stall_seconds": 2.0}) as running:
-        slow = []
-        for _ in range(6):  # three times the slots
-            sock = socket.socket()
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            sock.settimeout(30)
-            sock.connect(("127.0.0.1", running.port))
-            sock.sendall(f"GET {path_of(key)} HTTP/1.1\r\nHost: x\r\n{LINE}\r\n".encode())
-            slow.append(sock)
-        begin = time.monotonic()
-        assert running.ask("GET", path_of(key))[2] == data
-        assert time.monotonic() - begin < 15  # six of them, two at a time, give their slots back after 0.1 s
+    with gateway(store, QUICK | {"slots": 2}) as running:
+        slow = slow_readers(running, key, 6)
         end = time.monotonic() + 20
         while running.metric("blendkv_gateway_cut_connections_total") < 6 and time.monotonic() < end:
             time.sleep(0.1)
         assert running.metric("blendkv_gateway_cut_connections_total") == 6
         assert running.metric("blendkv_gateway_slots_taken") == 0
+        for sock in slow:
+            sock.close()
+
+
+def test_slow_readers_hold_nobody_up(tmp_path):
+    key, data = chunk_file(3, tokens=8000)
+    store = disk(tmp_path)
+    store.put(key, data)
+    with gateway(store, QUICK | {"slots": 2, "stall_seconds": 60}) as running:
+        slow = slow_readers(running, key, 6)  # three times the slots
+        time.sleep(0.2)
+        begin = time.monotonic()
+        assert running.ask("GET", path_of(key))[2] == data
+        assert time.monotonic() - begin < 30  # they give their slots back after 0.1 s, and are cut off after 60
         for sock in slow:
             sock.close()
 
@@ -280,6 +297,16 @@ def test_garbage(store):
                 assert statuses <= {b"400", b"401", b"404", b"431"}, (data[:40], statuses)
         assert running.ask("GET", path_of(KEY))[2] == DATA
         assert not [event for event in running.events() if event["level"] == "error"]
+
+
+@pytest.mark.parametrize("data", GARBAGE[-3:], ids=["header", "path", "headers"])
+def test_long_heads_are_cut_off_at_once(store, data):
+    with gateway(store, {"head_seconds": 60}) as running, running.raw() as sock:
+        try:
+            sock.sendall(data)
+        except ConnectionError:
+            return
+        assert closed(sock)[0]
 
 
 def test_pipelined_requests_are_answered_in_order(store):
