@@ -137,9 +137,10 @@ class DeficitQueue:
     Clients take turns. A turn gives `quantum` bytes of credit, and a client whose credit is used up waits for its next
     turn, so that all get the same bytes however large their pieces are (Shreedhar and Varghese, 1996). A client with
     nothing waiting so far goes in front of those that have had turns, as in FQ-CoDel (RFC 8290): one piece of a light
-    client waits for a slot, not for a round; and so do the next ones, until it has had a turn's bytes. It stays in the
-    round until its next turn even if it has nothing left, so that coming and going earns no credit. After `lead` pieces
-    of newcomers in a row somebody of the round is served, so that newcomers without end starve nobody.
+    client waits for a slot, not for a round; and so do the next ones, until it has had a turn's bytes. It then stays in
+    the round until its next turn even if it has nothing left, so that coming and going earns a turn's bytes a round at
+    most. After `lead` pieces of newcomers in a row somebody of the round is served, so that newcomers without end starve
+    nobody.
 
     Args:
         quantum: bytes of a turn.
@@ -156,6 +157,7 @@ class DeficitQueue:
         self._credit: dict[Hashable, int] = {}
         self._new: OrderedDict[Hashable, None] = OrderedDict()
         self._round: OrderedDict[Hashable, None] = OrderedDict()
+        self._left: set[Hashable] = set()  # of the round: with nothing waiting, and credit left of the first turn
         self._waiting = self._led = 0
 
     def __len__(self) -> int:
@@ -167,8 +169,9 @@ class DeficitQueue:
         if client not in self._pieces:
             self._pieces[client], self._credit[client] = {}, self._quantum
             self._new[client] = None
-        elif not self._pieces[client] and self._credit[client] > 0 and client in self._round:
-            del self._round[client]  # what is left of its turn is still its own
+        elif client in self._left:
+            self._left.remove(client)
+            del self._round[client]
             self._new[client] = None
         self._pieces[client][piece] = None
         self._waiting += 1
@@ -196,7 +199,9 @@ class DeficitQueue:
                 del line[client]
                 if new and self._round:
                     self._round[client] = None
+                    self._left.add(client)
                 else:
+                    self._left.discard(client)
                     del self._pieces[client], self._credit[client]
             else:
                 piece = _first(self._pieces[client])

@@ -105,18 +105,26 @@ def test_a_newcomer_goes_before_those_who_had_turns():
     assert queue.pop().client == "light"
 
 
-def test_coming_and_going_earns_no_credit():
-    """One that always has one large piece waiting, and never two, gets no more than one that has many."""
-    queue, served = DeficitQueue(), Counter()
+@pytest.mark.parametrize("size", [1 << 20, 3 << 20, 8 << 20])
+@pytest.mark.parametrize("pause", [0, 1])
+def test_coming_and_going_earns_little(size, pause):
+    """One that never has two pieces waiting gets as much as one that always has many; if sometimes none, little more.
+
+    (One that is forgotten when it has nothing waiting gets three times as much.)
+    """
+    queue, served, again = DeficitQueue(), Counter(), deque([0])
     for _ in range(1000):
         queue.push(Piece("many", 1 << 20))
-    queue.push(Piece("one", 8 << 20))
-    for _ in range(400):
+    for turn in range(400):
+        if again and again[0] <= turn:
+            again.popleft()
+            queue.push(Piece("one", size))
         piece = queue.pop()
         served[piece.client] += piece.cost
         if piece.client == "one":
-            queue.push(Piece("one", 8 << 20))
-    assert abs(served["one"] - served["many"]) <= 2 * (8 << 20)
+            again.append(turn + 1 + pause)
+    assert served["one"] <= (1.5 if pause else 1.0) * served["many"] + 2 * (8 << 20)
+    assert pause or served["many"] - served["one"] <= 2 * (8 << 20)
 
 
 def test_tiny_pieces_are_no_long_turn():
