@@ -139,8 +139,8 @@ class DeficitQueue:
     nothing waiting so far goes in front of those that have had turns, as in FQ-CoDel (RFC 8290): one piece of a light
     client waits for a slot, not for a round; and so do the next ones, until it has had a turn's bytes. It then stays in
     the round until its next turn even if it has nothing left, so that coming and going earns a turn's bytes a round at
-    most. After `lead` pieces of newcomers in a row somebody of the round is served, so that newcomers without end starve
-    nobody.
+    most. After `lead` pieces of newcomers in a row somebody of the round is served, so that newcomers without end
+    starve nobody.
 
     Args:
         quantum: bytes of a turn.
