@@ -4,7 +4,7 @@ PYTHON  ?= python3
 TORCH   ?= torch==2.13.0
 WORKERS ?= 2
 COUNT   ?= 1000000
-ROWS    ?= F01,F03,F05,F06,F07,F08,F09,F10,F11,F12,F13,F14,F16,F17,F18,F19,F20,F21,F22,F25,F26,F30,F32
+ROWS    ?= F01,F03,F05,F06,F07,F08,F09,F10,F11,F12,F13,F14,F16,F17,F18,F19,F20,F21,F22,F25,F26,F30,F32,F33
 MATRIX  ?= 5.4.0 5.12 newest
 
 BIN := .venv/bin
@@ -67,10 +67,10 @@ fuzz: venv
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --count $(COUNT) $(ARGS)
 
 faults: venv
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults --full --rows $(ROWS) $(ARGS)
+	BLENDKV_TEST_TIMES=strict OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults --full --rows $(ROWS) $(ARGS)
 
 mutations: venv
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutations $(ARGS)
+	BLENDKV_TEST_TIMES=strict OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutations $(ARGS)
 
 families: venv
 	$(BIN)/blendkv verify --tiny all --write docs/guides/models.md

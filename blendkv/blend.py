@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Literal
 
@@ -54,8 +54,8 @@ class Blend:
         self.graphs = graphs
         self.rows: Tensor | None = None
         """`[B, S]` prompt indices computed in the current layer, ascending; None while that is all of them."""
-        self.filled: list[tuple[Tensor | None, int | None]] = []
-        """By layer: rows with fresh keys and values, and how many of them belong to chunks (None: all)."""
+        self.filled: list[tuple[Tensor | None, list[Tensor] | None]] = []
+        """By layer: rows with fresh keys and values, and for each batch row those of chunks among them (None: all)."""
         self.reads_all = True
         """Whether somebody reads the last layer's output for more than the last `logits_to_keep` rows."""
         self.collects = False
@@ -64,6 +64,10 @@ class Blend:
         """What layers are given as a mask (`attention.blending`)."""
         self.asking = False
         """Whether the forward under way is the question pass."""
+        self.until: int | None = None
+        """In front of which layer the forward under way ends, if it is one that catches up."""
+        self.again: Callable[[], object] = _nothing
+        """Runs the decoder once more with the arguments of this forward, for passes beside it."""
         self._question: Question | None = None
         self._padded = visible is not None
         self._narrowed: dict[int, tuple[Any, Any]] = {}
@@ -77,10 +81,8 @@ class Blend:
         self.plans: list[RowPlan] = []
         """One a batch row, once `prepare` was called."""
         self._chunk_total = 0
-        self._computed = 0
-        """Chunk tokens among the rows computed in the current layer."""
-        self._chosen: list[Tensor] = []
-        """For each batch row those tokens, once rows were dropped."""
+        self.chosen: list[Tensor] = []
+        """For each batch row the chunk tokens among the rows computed in the current layer, once rows were dropped."""
 
     @property
     def uses(self) -> list[ChunkUse]:
@@ -132,11 +134,16 @@ class Blend:
         except BaseException:  # nothing is lost: the cache is empty still
             self.cache.layers, self.cache._failed = [], False
             raise
-        self._computed = self._chunk_total = sum(plan.chunk_tokens for plan in self.plans)
-        self.report.chunks, self.report.tokens = self.uses, int(self._real.sum())
-        self.report.chunk_bytes = sum(plan.chunk_bytes for plan in self.plans)
+        self.report.tokens = int(self._real.sum())
+        self.count()
         if self._chunk_total and self.first_narrowed is not None:
             self.buffers.prepare(0 if self._may_ask else self.first_narrowed)
+
+    def count(self) -> None:
+        """Notes how much of the prompt comes from chunks."""
+        self._chunk_total = sum(plan.chunk_tokens for plan in self.plans)
+        self.report.chunks = self.uses
+        self.report.chunk_bytes = sum(plan.chunk_bytes for plan in self.plans)
 
     def _warn_if_nothing_found(self) -> None:
         if not self.uses or any(use.found for use in self.uses):
@@ -181,7 +188,7 @@ class Blend:
         graphs, self.graphs, self.asking = self.graphs, None, True
         try:
             with self.report.clock.stage("question", device):
-                self._set_rows(self._question.rows)
+                self.set_rows(self._question.rows)
                 with suppress(Enough):
                     yield
         finally:
@@ -197,7 +204,7 @@ class Blend:
 
     def wants_selection(self, layer_idx: int) -> bool:
         """Whether rows are dropped in front of this layer."""
-        return not self.asking and layer_idx in self.cache.schedule and self._chunk_total > 0
+        return not self.aside and layer_idx in self.cache.schedule and self._chunk_total > 0
 
     def select(self, layer_idx: int, keys: Tensor | None = None, values: Tensor | None = None) -> Tensor:
         """Chooses the rows to compute from this layer on.
@@ -212,9 +219,9 @@ class Blend:
         """
         deviation = (None, None) if keys is None or values is None else self._deviation(layer_idx, keys, values)
         device = keys.device if keys is not None else self.ids.device
-        before, kept, computed = self.rows, [], 0
+        before, kept = self.rows, []
         for b, plan in enumerate(self.plans):
-            candidates = self._chosen[b] if self._chosen else upload(np.flatnonzero(~plan.fresh), device)
+            candidates = self.chosen[b] if self.chosen else upload(np.flatnonzero(~plan.fresh), device)
             budget = min(round(self.cache.schedule[layer_idx] * plan.chunk_tokens), len(candidates))
             if not budget:
                 candidates = candidates[:0]
@@ -226,29 +233,29 @@ class Blend:
                     order = order[torch.sort(view.exact[order].int(), stable=True).indices]
                 candidates = candidates[order[:budget]].sort().values
             kept.append(candidates)
-            computed += budget
-        self._chosen, self._computed = kept, computed
+        self.chosen = kept
         fresh = [upload(np.flatnonzero(plan.fresh), device) for plan in self.plans]
         rows = [torch.cat(pair).sort().values for pair in zip(kept, fresh, strict=True)]
         width = max(map(len, rows))
         width = width if self.graphs is None else self.graphs.width(width)
-        now = torch.stack([_left_pad(row, width) for row in rows])
-        self._set_rows(now)
+        now = torch.stack([left_pad(row, width) for row in rows])
+        self.set_rows(now)
         return now if before is None else torch.searchsorted(before, now)
 
     def wants_last_only(self, layer_idx: int) -> bool:
         """Whether nothing but keys and values is needed of most rows from this layer on: nobody reads their output."""
-        last = layer_idx == len(self.facts.rotations) - 1 and not self.asking
+        last = layer_idx == len(self.facts.rotations) - 1 and not self.aside
         return last and not self.reads_all and self.rows is not None and self._outputs < self.rows.shape[1]
 
     def select_last(self) -> Tensor:
         """Leaves the rows whose logits are wanted; `[B, outputs]` indices into the current rows."""
         assert self.rows is not None
         width, device = self.rows.shape[1], self.rows.device
-        self._set_rows(self.rows[:, -self._outputs :].contiguous(), graphs=False)
+        self.set_rows(self.rows[:, -self._outputs :].contiguous(), graphs=False)
         return torch.arange(width - self._outputs, width, device=device).expand(len(self.plans), -1)
 
-    def _set_rows(self, rows: Tensor, graphs: bool = True) -> None:
+    def set_rows(self, rows: Tensor, graphs: bool = True) -> None:
+        """From here on `rows [B, S]` are computed, ascending prompt indices; by CUDA graphs, if those are wanted."""
         self.rows = rows
         self._narrowed.clear()
         self._rows_at: dict[torch.device, Tensor] = {}
@@ -320,13 +327,27 @@ class Blend:
     def _deviation(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """`[B, S]` squared distances of fresh from stored keys and values, as far as the selector wants them."""
         self.buffers.place(layer_idx, keys, values)
-        self._probed[layer_idx] = self._computed
+        self._probed[layer_idx] = sum(map(len, self.chosen)) if self.chosen else self._chunk_total
         wanted = self.cache.selector.sources
         fresh = (("k", keys), ("v", values))
         k, v = (
             self.buffers.distance(layer_idx, self.rows, x, source) if source in wanted else None for source, x in fresh
         )
         return k, v
+
+    # -- chunks that are on their way while layers run --------------------------------------------------------------
+
+    @property
+    def aside(self) -> bool:
+        """Whether the forward under way is a pass beside the blend."""
+        return self.asking or self.until is not None
+
+    def still_of_chunks(self, chosen: Sequence[Tensor]) -> list[Tensor]:
+        """Those of chosen tokens, for each batch row, whose chunks were not given up."""
+        return [
+            rows[~torch.from_numpy(plan.fresh).to(rows.device)[rows]]
+            for rows, plan in zip(chosen, self.plans, strict=bool(chosen))
+        ]
 
     # -- inside each layer ------------------------------------------------------------------------------------------
 
@@ -357,8 +378,8 @@ class Blend:
 
     def note(self, layer_idx: int) -> None:
         """A layer's keys and values are there, written by `fill` or by a CUDA graph."""
-        if layer_idx == len(self.filled) and not self.asking:
-            self.filled.append((self.rows, self._computed if self.rows is not None else None))
+        if layer_idx == len(self.filled) and not self.aside:
+            self.filled.append((self.rows, self.chosen if self.rows is not None else None))
         self.cache.blended[layer_idx].resize(self.length)
 
     # -- after the last layer ---------------------------------------------------------------------------------------
@@ -369,8 +390,8 @@ class Blend:
         missed = sum(plan.missed for plan in self.plans)
         fresh = self.report.tokens - self._chunk_total - missed
         last_only = self.rows is not None and self.rows is not self.filled[-1][0]
-        for i, (_, counted) in enumerate(self.filled):
-            computed = self._chunk_total if counted is None else counted
+        for i, (_, chosen) in enumerate(self.filled):
+            computed = self._chunk_total if chosen is None else sum(map(len, self.still_of_chunks(chosen)))
             self.report.layers.append(
                 LayerRows(
                     reused=self._chunk_total - computed,
@@ -418,6 +439,10 @@ class Blend:
         return full
 
 
+def _nothing() -> None:
+    """No forward is under way."""
+
+
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
     """Rows of `[B or 1, T, ...]` at `index [B, S]`: `[B, S, ...]`."""
     index = index.to(x.device)
@@ -432,6 +457,6 @@ def new_tables(devices: Sequence[torch.device]) -> dict[torch.device, Tensor]:
     return {d: torch.empty(len(devices), 4, dtype=torch.int64, device=d) for d in set(devices)}
 
 
-def _left_pad(row: Tensor, width: int) -> Tensor:
+def left_pad(row: Tensor, width: int) -> Tensor:
     """Repeats the first entry so that rows of a batch get equal length."""
     return torch.cat([row[:1].expand(width - len(row)), row]) if len(row) < width else row

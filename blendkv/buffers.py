@@ -59,6 +59,9 @@ class Buffers:
     def prepare(self, first: int) -> None:
         """The plans are there, and from layer `first` on stored states are wanted."""
 
+    def replan(self) -> None:
+        """Some chunks of the plans will not come: from here on they are not placed."""
+
     def ready(self, layer_idx: int) -> None:
         """Sees to it that a CUDA graph, which places nothing, finds the layer's stored states."""
 
@@ -87,7 +90,8 @@ class Buffers:
                     to_values[b, :, here] = _join([span.of(chunk.values[layer_idx]) for span, chunk in run], device)
 
     def write_all(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
-        """Writes fresh `[B, H, T, D]` states of every row."""
+        """Writes fresh `[B, H, T, D]` states of every row; nothing stored is placed over them."""
+        self.placed.add(layer_idx)
         layer = self.layers[layer_idx]
         if not layer.is_initialized:
             layer.allocate(keys, values, self.length)
@@ -165,13 +169,18 @@ class KernelBuffers(Buffers):
             if not layer.is_initialized:
                 layer.allocate_for(batch, heads, dim, value_dim, self.length, self.dtype, device)
         fill_tables(self.tables, self.layers, self.length)
-        self._spans = [(b, span, chunk) for b, plan in enumerate(self.plans) for span, chunk in plan.placed]
+        self.replan()
         homes = {chunk.homes for _, _, chunk in self._spans}
         here = [i for i in range(first, len(self.layers)) if all(home[i] == self.devices[i] for home in homes)]
         for _, run in groupby(here, key=lambda i: (i - here.index(i), *self._kind(i))):
             layers = list(run)
             self._launch(range(layers[0], layers[-1] + 1), [chunk.addresses for _, _, chunk in self._spans])
             self.placed.update(layers)
+
+    def replan(self) -> None:
+        """See `Buffers`."""
+        self._spans = [(b, span, chunk) for b, plan in enumerate(self.plans) for span, chunk in plan.placed]
+        self._pieces.clear()
 
     def _kind(self, i: int) -> tuple:
         return self.rotations[i], self.sizes[i], self.devices[i]

@@ -213,6 +213,12 @@ class BlendedCache(Cache):
         """Whether the first forward has been done."""
         return self.ids is not None
 
+    @property
+    def reads_from(self) -> int:
+        """The first layer whose stored keys and values are read."""
+        asks = "question" in self.selector.needs and any(self.schedule.values())
+        return 0 if asks else min(self.schedule, default=0)
+
     def fork(self) -> BlendedCache:
         """An empty cache over the same chunks (shared, not copied) with the same options, for another prompt."""
         twin = object.__new__(type(self))

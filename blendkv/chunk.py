@@ -121,6 +121,20 @@ class ChunkCache:
             None if k.is_pinned() and v.is_pinned() else k.device for k, v in zip(self.keys, self.values, strict=True)
         )
 
+    @cached_property
+    def sizes(self) -> tuple[tuple[int, int, int], ...]:
+        """For each layer (KV heads, key dim, value dim)."""
+        return tuple((k.shape[0], k.shape[2], v.shape[2]) for k, v in zip(self.keys, self.values, strict=True))
+
+    @cached_property
+    def dtypes(self) -> frozenset[torch.dtype]:
+        """Element types of keys and values."""
+        return frozenset(t.dtype for t in (*self.keys, *self.values))
+
+    def lacks(self, layer: int) -> str | None:
+        """Why keys and values of a layer will not come; None once they are there. All are, unless they are loaded."""
+        return None
+
     @property
     def nbytes(self) -> int:
         """Bytes held by keys and values."""

@@ -203,6 +203,28 @@ class ChunkFile:
         count = self._streams(streams)
         return self._decode(unit, [s for stream in range(count) for s in self._reader.unit(unit, stream)], count)
 
+    def units(self, units: range, streams: int | None = None) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of the layers of consecutive units; one ranged read a stream for all of them.
+
+        Args:
+            units: at least one, each from 0 to `header.units - 1`.
+            streams: as for `layer`.
+        """
+        count, step = self._streams(streams), self.header.unit_segments
+        read = []
+        for stream in range(count):
+            first, last = (self.header.segments_of(unit, stream) for unit in (units[0], units[-1]))
+            read.append(self._reader.segments(range(first.start, last.stop)))
+        layers = []
+        for i, unit in enumerate(units):
+            layers += self._decode(unit, [s for segments in read for s in segments[i * step : (i + 1) * step]], count)
+        return layers
+
+    def unit_bytes(self, unit: int) -> int:
+        """Bytes of a unit in the file, over all streams."""
+        runs = (self.header.segments_of(unit, stream) for stream in range(self.header.arrangement.streams))
+        return sum(int(self.starts[run.stop] - self.starts[run.start]) for run in runs)
+
     def read(self, streams: int | None = None) -> ChunkCache:
         """The whole chunk; one ranged read.
 

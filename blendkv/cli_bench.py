@@ -173,8 +173,8 @@ def kernels(
     lengths = read_lengths(tokens)
     with work(as_json):
         from blendkv.bench.coding import coding_rows
+        from blendkv.bench.expanding import loading_rows
         from blendkv.bench.kernels import kernel_rows
-        from blendkv.bench.loading import loading_rows
 
         rows = [
             *kernel_rows(lengths, ratio, repeats=repeats),

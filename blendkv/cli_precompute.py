@@ -60,8 +60,9 @@ def precompute(
         total = count_documents(found, field)
         place = Place(device)
         loaded, tokenizer = load(model, dtype, place.device)
-        library = _library(loaded, tokenizer, store, room, _codec(codec, level, profile), chunk_tokens=chunk_tokens,
-                           condition=condition, namespace=namespace, batch_tokens=batch_tokens)  # fmt: skip
+        kept = chosen_codec(codec, level, profile)
+        library = _library(loaded, tokenizer, store, room, kept, chunk_tokens=chunk_tokens, condition=condition,
+                           namespace=namespace, batch_tokens=batch_tokens)  # fmt: skip
         with library:
             done = _run(library, place.share(read_documents(found, field)), place, total, system)
         done = place.sum(done)
@@ -103,7 +104,8 @@ class Place:
         return reduce(add, gather_object([done]))
 
 
-def _codec(name: str, level: int | None, profile: Path | None) -> Any:
+def chosen_codec(name: str, level: int | None, profile: Path | None) -> Any:
+    """A codec by name, with its level and profile."""
     from blendkv.codecs import codec_class, codec_names, get_codec
 
     one_of("--codec", name, codec_names())

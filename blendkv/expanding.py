@@ -85,8 +85,13 @@ def decode_each(
 
 def by_kernels(file: ChunkFile, device: torch.device) -> bool:
     """Whether a file is decoded by kernels on that device."""
+    return file.tensor is not None and for_kernels(file, device)
+
+
+def for_kernels(file: ChunkFile, device: torch.device) -> bool:
+    """Whether a file would be decoded by kernels on that device, if it were open for a tensor of all its bytes."""
     header, codec = file.header, file.codec
-    if not isinstance(codec, KLT) or codec.streams > 1 or not header.layer0 or file.tensor is None:
+    if not isinstance(codec, KLT) or codec.streams > 1 or not header.layer0:
         return False
     if header.key_id is not None:  # whoever sealed it wants every tag compared
         return False

@@ -37,12 +37,11 @@ class ModelFacts:
         """Why a chunk must not be used with this model, or None."""
         if chunk.fingerprint != self.fingerprint:
             return "fingerprint"
-        if any(t.dtype != self.dtype for t in (*chunk.keys, *chunk.values)):
+        if chunk.dtypes != {self.dtype}:
             return "dtype"
-        if len(chunk.keys) != len(self.rotations):
+        if len(chunk.sizes) != len(self.rotations):
             return "layers"
-        sizes = ((k.shape[0], k.shape[2], v.shape[2]) for k, v in zip(chunk.keys, chunk.values, strict=True))
-        return None if tuple(sizes) == self.sizes else "shape"
+        return None if chunk.sizes == self.sizes else "shape"
 
 
 def kernels_unusable(facts: ModelFacts, devices: Sequence[torch.device]) -> str | None:

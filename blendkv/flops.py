@@ -106,8 +106,15 @@ def blend_flops(
         schedule: Layer -> share of the context rows kept from there on. Layers before the first run in full.
         probe: Whether a layer in `schedule` projects Q, K and V of all rows that reach it.
     """
+    return sum(blend_parts(shape, tokens, question_tokens, schedule, probe=probe))
+
+
+def blend_parts(
+    shape: ModelShape, tokens: int, question_tokens: int, schedule: Mapping[int, float], *, probe: bool = True
+) -> tuple[float, float]:
+    """FLOPs of a blend as `blend_flops` counts them: of linear layers, and of attention."""
     _check_schedule(schedule, len(shape.layers))
-    rows, kept, total = tokens + question_tokens, float(tokens), float(shape.head_flops)
+    rows, kept, linear, attention = tokens + question_tokens, float(tokens), float(shape.head_flops), 0.0
     for index, layer in enumerate(shape.layers):
         reached = kept
         if index in schedule:
@@ -115,9 +122,9 @@ def blend_flops(
         projected = reached if probe else kept
         context = layer.visible(tokens)
         keys = kept / max(tokens, 1) * context + layer.visible(rows) - context
-        total += (projected + question_tokens) * layer.qkv_flops + (kept + question_tokens) * layer.rest_flops
-        total += layer.key_flops * keys
-    return total
+        linear += (projected + question_tokens) * layer.qkv_flops + (kept + question_tokens) * layer.rest_flops
+        attention += layer.key_flops * keys
+    return linear, attention
 
 
 def flop_limit(

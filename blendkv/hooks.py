@@ -17,6 +17,7 @@ from blendkv import _compat, attention, kernels
 from blendkv.attachment import Attachment, LayerForward
 from blendkv.blend import Blend, take_rows
 from blendkv.cache import BlendedCache, BlendedLayer
+from blendkv.catching import CaughtUp, catch_up, gives_up
 from blendkv.compiling import refuse_compiled
 from blendkv.decoding import Step, fits
 from blendkv.errors import NotAttachedError, UnsupportedModelError
@@ -32,6 +33,10 @@ class _Stop(Exception):
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.states = keys, values
+
+
+class _Anew(Exception):
+    """Ends a question pass in which a chunk turned out not to come."""
 
 
 class _Probe(Cache):
@@ -229,16 +234,21 @@ def _before_decoder(state: Attachment, decoder: nn.Module, args: tuple, kwargs: 
     cache.work, cache._failed = blend, True  # until the forward has ended well
     blend.begin(state.devices or devices_of(state.layers))
     named["position_ids"] = position_ids
-    if blend.wants_question:
-        _ask(state, blend, decoder, named)
+    quiet = {f"output_{what}": False for what in _OUTPUTS} if blend.collects else {}
+    blend.again = partial(decoder.forward, **named | quiet)
+    while blend.wants_question and not _asked(state, blend):
+        pass
     return (), named
 
 
-def _ask(state: Attachment, blend: Blend, decoder: nn.Module, named: dict[str, Any]) -> None:
+def _asked(state: Attachment, blend: Blend) -> bool:
     """Runs the question pass: a forward of the decoder inside the one that is about to begin.
 
     It calls `decoder.forward`, so that hooks of others on the decoder do not run twice; those on layers do, because
     what they do to hidden states belongs to what the model computes.
+
+    Returns:
+        Whether it came to its end: False if a chunk did not come, so that it has to be asked again without it.
     """
     if blend.masks != "lazy":
         raise UnsupportedModelError(
@@ -246,9 +256,12 @@ def _ask(state: Attachment, blend: Blend, decoder: nn.Module, named: dict[str, A
             f"{type(state.model).__name__} has attention code of its own that does not say it: choose a selector "
             "without attention, such as 'hkvd'"
         )
-    quiet = {f"output_{what}": False for what in _OUTPUTS} if blend.collects else {}
-    with blend.ask(), torch.no_grad():
-        decoder.forward(**named | quiet)
+    try:
+        with blend.ask(), torch.no_grad():
+            blend.again()
+    except _Anew:
+        return False
+    return True
 
 
 def _collects(state: Attachment, named: dict[str, Any]) -> bool:
@@ -310,8 +323,15 @@ def _before_layer(layer_idx: int, layer: nn.Module, args: tuple, kwargs: dict[st
         return (hidden,), kwargs
     if layer_idx == blend.first_narrowed:
         blend.prepare()
-    if blend.asking and layer_idx == 0:
+    if (blend.asking or blend.until is not None) and layer_idx == 0:
         hidden = take_rows(hidden, blend.rows)
+    if blend.until == layer_idx:
+        raise CaughtUp(hidden)
+    if gives_up(blend, layer_idx):
+        if blend.asking:
+            raise _Anew
+        if blend.rows is not None:
+            hidden = catch_up(blend, layer_idx, hidden)
     narrowed = _narrow(blend, kwargs)
     if blend.wants_selection(layer_idx):
         with cache.report.clock.stage("select", hidden.device):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, Self
 
 import torch
@@ -23,6 +24,10 @@ from blendkv.errors import ChunkMissError
 from blendkv.facts import ModelFacts
 from blendkv.guard import Guard
 from blendkv.layout import Layout, Piece, Prompt, texts_of
+from blendkv.loading.controller import Controller
+from blendkv.loading.guided import Guided
+from blendkv.loading.pipeline import TEXT, Pipeline
+from blendkv.loading.progress import Progress
 from blendkv.pace import seconds_to_compute
 from blendkv.prefilling import BATCH_TOKENS, prefill
 from blendkv.pretrained import PretrainedMixin
@@ -30,8 +35,10 @@ from blendkv.report import BlendReport
 from blendkv.scoring import add_scores
 from blendkv.selectors import Selector, get_selector
 from blendkv.stores import Budget, Pool, Store, TieredStore, faults_of, open_chunks
+from blendkv.stores.pool import Fetched
 
 DEADLINE_S = 0.25
+Road = Callable[[Sequence[str], Sequence[torch.device], Budget], list[Fetched]]
 Wanted = tuple[Piece, tuple[int, ...]]
 """A piece of the prompt, and the ids that stand before it while it is computed."""
 
@@ -76,6 +83,8 @@ class ChunkLibrary(PretrainedMixin):
         namespace: part of every key: who may use each other's chunks. Who runs the service sets it, never a request; a
             store that others reach too wants one.
         secret: of a tenant, 16 to 64 bytes: keys cannot be guessed without it, and files are sealed with it.
+        controller: chooses, for each prompt, the ratio that loading hides, and what is computed from text instead.
+        pipeline: whether a blend begins before its chunks are loaded from stores: layer by layer, while others compute.
         deadline_s: most seconds that a prompt waits for stores that are not local, in all; what is not there by then is
             computed. None: 0.25, or a tenth of what computing the chunks takes at least, if that is more.
         on_miss: "prefill" computes and keeps a chunk that is not in the store before the prompt is laid out,
@@ -105,6 +114,8 @@ class ChunkLibrary(PretrainedMixin):
         secret: bytes | None = None,
         deadline_s: float | None = None,
         on_miss: Literal["prefill", "recompute"] = "prefill",
+        pipeline: bool = True,
+        controller: Controller | None = None,
         capacity_bytes: int | None = None,
         batch_tokens: int = BATCH_TOKENS,
         progress: bool = False,
@@ -139,6 +150,10 @@ class ChunkLibrary(PretrainedMixin):
                 "who runs the service, never taken from a request), or give a secret"
             )
         self.condition, self.on_miss, self.deadline_s = condition, on_miss, deadline_s
+        self.pipeline = Pipeline(self.pool) if pipeline and isinstance(self.pool, TieredStore) else None
+        self.controller = controller
+        if controller is not None and self.pipeline is None:
+            raise ValueError("a controller chooses how chunks are loaded from stores: give a store, and pipeline=True")
         self.layout, self.namespace = Layout(tokenizer, chunk_tokens, separator), namespace or ""
         self.batch_tokens, self.progress, self.guard = batch_tokens, progress, guard
         self.model = attach(model)
@@ -166,7 +181,7 @@ class ChunkLibrary(PretrainedMixin):
         options = self.options | options
         report = BlendReport()
         with report.clock.stage("load"):
-            chunks = self._chunks(prompt, report, options["strict"])
+            chunks = self._chunks(prompt, report, options)  # a controller may choose another ratio
         report.notes += getattr(self.pool, "notes", ())
         cache = BlendedCache(chunks, **options) if self.guard is None else self.guard.cache(chunks, options)
         cache.report.take_over(report)
@@ -233,16 +248,45 @@ class ChunkLibrary(PretrainedMixin):
             return (self.tokenizer.bos_token_id,)
         return head.ids if self.condition == "system" and head is not None else ()
 
-    def _chunks(self, prompt: Prompt, report: BlendReport, strict: bool) -> list[Chunk]:
+    def _chunks(self, prompt: Prompt, report: BlendReport, options: dict[str, Any]) -> list[Chunk]:
         head = next((piece for piece in prompt.pieces if piece.kind == "head"), None)
         conditioning = self._conditioning(head)
         wanted = [
             (piece, conditioning if piece.kind == "chunk" else ()) for piece in prompt.pieces if piece.kind != "text"
         ]
-        return self._from_store(wanted, report, strict, compute=self.on_miss == "prefill")
+        road = self._road(len(prompt.ids), report, options)
+        return self._from_store(wanted, report, options["strict"], self.on_miss == "prefill", road)
 
-    def _from_store(self, wanted: Sequence[Wanted], report: BlendReport, strict: bool, compute: bool) -> list[Chunk]:
-        """Looks every piece up; computes and stores the missing ones, or says that they are missing."""
+    def _road(self, tokens: int, report: BlendReport, options: dict[str, Any]) -> Road | None:
+        """How chunks of a prompt are fetched while it computes, if that can be; options get the ratio chosen."""
+        attachment = attachment_of(self.model)
+        if self.pipeline is None or options["strict"] or attachment.masks != "lazy":
+            return None
+        cache, report.loading = BlendedCache((), **options), Progress()
+        given: dict[str, Any] = {"first": cache.reads_from, "progress": report.loading}
+        if self.controller is not None:
+            guided = Guided(self.controller, attachment, tokens, cache.selector, options, report)
+            given |= {"choose": guided.choose}
+            report.loading.on_loaded = guided.learn
+        return partial(self.pipeline.fetch, **given)
+
+    def _from_store(
+        self,
+        wanted: Sequence[Wanted],
+        report: BlendReport,
+        strict: bool,
+        compute: bool,
+        road: Road | None = None,
+    ) -> list[Chunk]:
+        """Looks every piece up; computes and stores the missing ones, or says that they are missing.
+
+        Args:
+            wanted: pieces.
+            report: of the prompt.
+            strict: whether a chunk that cannot be stored raises.
+            compute: whether missing ones are computed.
+            road: fetches chunks that are still on their way; None: as the store gives them, whole.
+        """
         facts = attachment_of(self.model).facts
         keys = [self._key(piece, conditioning) for piece, conditioning in wanted]
         pieces: dict[str, Wanted] = {}
@@ -250,7 +294,7 @@ class ChunkLibrary(PretrainedMixin):
             pieces.setdefault(key, piece)
         mine = [_same(pieces[key], piece) for key, piece in zip(keys, wanted, strict=True)]
         budget = self._budget(facts, sum(len(piece.ids) for piece, _ in pieces.values()))
-        have: dict[str, Chunk] = self._usable(pieces, facts, report, budget)
+        have: dict[str, Chunk] = self._usable(pieces, facts, report, budget, road)
         lacking = {key: piece for key, piece in pieces.items() if key not in have}
         if not compute:
             have |= {key: MissingChunk(torch.tensor(piece.ids)) for key, (piece, _) in lacking.items()}
@@ -266,7 +310,7 @@ class ChunkLibrary(PretrainedMixin):
             )
         # two contents under one key, as only a broken hash makes them: the second is asked for by itself
         others = [piece for piece, is_mine in zip(wanted, mine, strict=True) if not is_mine]
-        rest = iter(self._from_store(others, report, strict, compute) if others else ())
+        rest = iter(self._from_store(others, report, strict, compute, road) if others else ())
         return [have[key] if is_mine else next(rest) for key, is_mine in zip(keys, mine, strict=True)]
 
     def _budget(self, facts: ModelFacts, tokens: int) -> Budget:
@@ -299,21 +343,29 @@ class ChunkLibrary(PretrainedMixin):
                 report.put_failures += not kept
 
     def _usable(
-        self, wanted: Mapping[str, Wanted], facts: ModelFacts, report: BlendReport, budget: Budget
+        self,
+        wanted: Mapping[str, Wanted],
+        facts: ModelFacts,
+        report: BlendReport,
+        budget: Budget,
+        road: Road | None = None,
     ) -> dict[str, Chunk]:
         """Those chunks that the store has, and that are what their keys say; a store that fails has none."""
         if not wanted:
             return {}
         before = faults_of(self.pool)
         try:
-            found = self.pool.fetch(list(wanted), attachment_of(self.model).homes, budget)
+            fetch = self.pool.fetch if road is None else road
+            found = fetch(list(wanted), attachment_of(self.model).homes, budget)
         except Exception as error:
             report.notes.append(f"the store failed to get {len(wanted)} chunks, which were computed instead: {error!r}")
             return {}
         report.note_faults(before, faults_of(self.pool))
         have: dict[str, Chunk] = {}
         for (key, (piece, conditioning)), got in zip(wanted.items(), found, strict=True):
-            if (chunk := self._checked(got.chunk, piece, facts, conditioning)) is not None:
+            if got.tier == TEXT:
+                have[key] = MissingChunk(torch.tensor(piece.ids), TEXT)
+            elif (chunk := self._checked(got.chunk, piece, facts, conditioning)) is not None:
                 have[key] = chunk
                 report.loaded[got.tier] = report.loaded.get(got.tier, 0) + len(chunk)
         return have

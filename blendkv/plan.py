@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -67,6 +67,25 @@ class RowPlan:
             if name in chunk.scores:
                 found[span.start : span.stop] = chunk.scores[name][span.offset : span.offset + span.length].float()
         return found
+
+    def without(self, reasons: Mapping[int, str]) -> RowPlan:
+        """The same row when some chunks turn out not to be had: their tokens are computed, and counted as missed.
+
+        Args:
+            reasons: by `id` of the chunk, why.
+        """
+        gone = [(span, chunk) for span, chunk in self.placed if id(chunk) in reasons]
+        fresh, exact, why = self.fresh.copy(), self.exact.copy(), {chunk.key: reasons[id(chunk)] for _, chunk in gone}
+        for span, _ in gone:
+            fresh[span.start : span.stop], exact[span.start : span.stop] = True, False
+        return replace(
+            self,
+            placed=[placement for placement in self.placed if id(placement[1]) not in reasons],
+            fresh=fresh,
+            exact=exact,
+            missed=self.missed + sum(span.length for span, _ in gone),
+            uses=[replace(use, hit=False, reason=why[use.key]) if use.key in why else use for use in self.uses],
+        )
 
     @cached_property
     def runs(self) -> list[list[Placement]]:

@@ -78,6 +78,8 @@ class BlendReport:
         cache_bytes: buffers allocated for the prompt's keys and values.
         put_failures: chunks that the store did not keep.
         prefilled_tokens: chunk tokens computed for this prompt because the store did not have them.
+        loading: how chunks came while layers were computed, and what a controller chose and predicted
+            (`loading.progress.Progress`); None where they were there before.
         loaded: chunk tokens by where they came from: "memory", or the URL of a store.
         store_faults: by URL, why entries were missed or not kept while this prompt waited, and how many.
         kernels: what computed it: Triton kernels, or torch and SDPA, and then why.
@@ -97,6 +99,7 @@ class BlendReport:
     loaded: dict[str, int] = field(default_factory=dict)
     store_faults: dict[str, dict[str, int]] = field(default_factory=dict)
     kernels: str = ""
+    loading: Any = None
     notes: list[str] = field(default_factory=list)
     clock: Clock = field(default_factory=lambda: Clock(), repr=False)
 
@@ -142,7 +145,14 @@ class BlendReport:
         """Goes on with what happened before the cache of this report was made."""
         self.clock, self.notes = other.clock, self.notes + other.notes
         self.put_failures, self.prefilled_tokens = other.put_failures, other.prefilled_tokens
-        self.loaded, self.store_faults = other.loaded, other.store_faults
+        self.loaded, self.store_faults, self.loading = other.loaded, other.store_faults, other.loading
+
+    def unload(self, tier: str, tokens: int) -> None:
+        """A chunk of so many tokens did not come from a tier after all."""
+        if tier in self.loaded:
+            self.loaded[tier] -= tokens
+            if self.loaded[tier] <= 0:
+                del self.loaded[tier]
 
     def remark(self, text: str) -> None:
         """Adds a note, once."""
@@ -164,6 +174,7 @@ class BlendReport:
             "loaded": self.loaded,
             "store_faults": self.store_faults,
             "seconds": self.seconds,
+            "loading": None if self.loading is None else self.loading.to_dict(sum(self.seconds.values())),
             "misses": self.misses,
             "layers": [asdict(layer) for layer in self.layers],
             "chunks": [asdict(use) for use in self.chunks],
@@ -191,6 +202,8 @@ class BlendReport:
             rows.append(("misses", ", ".join(f"{n} tokens {reason}" for reason, n in self.misses.items())))
         if self.loaded:
             rows.append(("loaded", ", ".join(f"{n:,} tokens from {tier}" for tier, n in self.loaded.items())))
+        if self.loading is not None and self.loading.nbytes:
+            rows.append(("on the way", str(self.loading)))
         for url, faults in self.store_faults.items():
             rows.append(("store faults", f"{url}: " + ", ".join(f"{n} {fault}" for fault, n in faults.items())))
         if self.prefilled_tokens:

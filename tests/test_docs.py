@@ -46,3 +46,17 @@ def test_refusals_in_the_guide_are_those_of_the_code():
     quoted = [line.split("|")[2].strip() for line in table.splitlines() if line.startswith("| ")][1:]
     assert len(quoted) > 15
     assert not [text for text in quoted if text not in source]
+
+
+def test_the_guide_to_loading_runs(tmp_path, monkeypatch, capsys):
+    """Its blocks in order, over a folder in place of ~/chunks."""
+    monkeypatch.setenv("BLENDKV_HOME", str(tmp_path / "home"))
+    text = (ROOT / "docs/guides/loading.md").read_text().replace("~/chunks", str(tmp_path / "chunks"))
+    model, tokenizer = tiny_model("llama", max_position_embeddings=4096), byte_tokenizer()
+    documents = [" ".join(f"word{n + 50 * i}" for n in range(80)) for i in range(3)]
+    scope = {"ChunkLibrary": blendkv.ChunkLibrary, "model": model, "tokenizer": tokenizer}
+    scope |= {"documents": documents, "question": "why?"}
+    for block in re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE):
+        exec(compile(block, "loading.md", "exec"), scope)
+    assert scope["inputs"].report.loading.decision.ratio >= 0.15
+    assert "bytes" in capsys.readouterr().out

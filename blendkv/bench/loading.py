@@ -1,208 +1,283 @@
-"""Encoded chunks on a GPU, to where a blend wants them, beside raw ones: part of `blendkv bench kernels`."""
+"""`blendkv bench loading`: chunks from a throttled source, loaded before, while, or instead of computing."""
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from statistics import median
+from typing import Any, cast
 
-import numpy as np
 import torch
+from transformers import PreTrainedModel
 
-from blendkv.bench.kernels import Timer
-from blendkv.bench.results import device_name
-from blendkv.chunk import ChunkCache
-from blendkv.chunkfile import ChunkFile, encode_chunk
-from blendkv.codecs import LayerShape, Profile
-from blendkv.codecs.klt import KLT
-from blendkv.codecs.transform import parts_of
-from blendkv.expanding import decode_chunks
-from blendkv.kernels.table import describe, upload
+from blendkv import _compat
+from blendkv.attaching import attachment_of
+from blendkv.bench.bandwidth import Bandwidth
+from blendkv.bench.forcing import Reference, compare
+from blendkv.bench.laying import Cell, lay_out
+from blendkv.bench.methods import forced_logits
+from blendkv.bench.results import Row, model_device_name, versions
+from blendkv.bench.synthetic import synthetic
+from blendkv.bench.throttle import ThrottledStore
+from blendkv.cache import BlendedCache
+from blendkv.chunk import ChunkCache, MissingChunk
+from blendkv.loading.controller import FLOOR, Controller
+from blendkv.loading.costs import Costs
+from blendkv.loading.guided import Guided
+from blendkv.loading.measuring import calibrate_machine, measure_source
+from blendkv.loading.pipeline import Pipeline
+from blendkv.loading.progress import Progress
+from blendkv.report import BlendReport
+from blendkv.selectors import get_selector
+from blendkv.stores import Pool, RemoteStore, Store, TieredStore
 
-DISTINCT = 2
-"""Chunks that are coded and compared; all others are copies of their bytes."""
-CENTRE, WIDTH = 16, 16
-"""Of log2 of the components' scales in steps, in 1/16 octave: about three bits a symbol."""
+FACTORS = (0.2, 0.5, 1.0, 2.0, 5.0)
+"""Links at which loading takes so many times as long as computing at the floor."""
+RATIOS = (0.15, 0.3, 0.5, 1.0)
+"""Fixed settings."""
+LATENCY_S = 0.002
+
+
+@dataclass(frozen=True)
+class Run:
+    """One timed prompt.
+
+    Attributes:
+        ttft_s: from asking for chunks until the first token.
+        load_s: until the last piece that was wanted had come.
+        compute_s: what the forward took, without waiting for layers.
+        ratio: that was recomputed.
+        text: numbers of chunks that were computed from their text.
+        predicted_s: what a controller predicted.
+    """
+
+    ttft_s: float
+    load_s: float
+    compute_s: float
+    ratio: float
+    text: frozenset[int] = frozenset()
+    predicted_s: float | None = None
+
+
+@dataclass
+class Bench:
+    """A prompt whose chunks are in a store behind a link.
+
+    Attributes:
+        model: attached.
+        reference: the prompt and what full recompute says to it.
+        selector: of all blends.
+        store: that has the chunks.
+        costs: what a controller knows.
+    """
+
+    model: PreTrainedModel
+    reference: Reference
+    selector: str
+    store: Store
+    codec: str
+    costs: Costs
+    _kl: dict[tuple[float, frozenset[int]], float] = field(default_factory=dict)
+
+    @cached_property
+    def chunks(self) -> tuple[ChunkCache, ...]:
+        """Of the prompt."""
+        return self.reference.case.chunks
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Of their files."""
+        return sum(self.store.size(chunk.key) or 0 for chunk in self.chunks)
+
+    def tiers(self, bandwidth: Bandwidth) -> TieredStore:
+        """Memory that keeps nothing, over the store behind a link that has just been idle."""
+        return TieredStore(Pool(1), ThrottledStore(self.store, bandwidth, latency_s=LATENCY_S))
+
+    def sequential(self, bandwidth: Bandwidth, ratio: float) -> Run:
+        """Everything is loaded, then the prompt is computed."""
+        tiers = self.tiers(bandwidth)
+        begin = time.perf_counter()
+        found = tiers.get_many([chunk.key for chunk in self.chunks])
+        load = time.perf_counter() - begin
+        compute = self.forward([chunk for chunk in found if chunk is not None], ratio)[0]
+        return Run(time.perf_counter() - begin, load, compute, ratio)
+
+    def pipelined(self, bandwidth: Bandwidth, ratio: float, controller: Controller | None = None) -> Run:
+        """Layers are computed while others are on their way."""
+        tiers, progress, report = self.tiers(bandwidth), Progress(), BlendReport()
+        options: dict[str, Any] = {"recompute_ratio": ratio, "selector": self.selector, "check_layers": None}
+        report.loading, choose = progress, None
+        if controller is not None:
+            guided = Guided(
+                controller,
+                attachment_of(self.model),
+                self.reference.case.ids.shape[1],
+                get_selector(self.selector),
+                options,
+                report,
+            )
+            choose = guided.choose
+        first = BlendedCache((), **options).reads_from
+        begin = time.perf_counter()
+        fetch = Pipeline(tiers).fetch
+        found = fetch([chunk.key for chunk in self.chunks], first=first, choose=choose, progress=progress)
+        ratio = options["recompute_ratio"]
+        chunks = [
+            got.chunk if got.chunk is not None else MissingChunk(chunk.ids, got.tier or "absent")
+            for got, chunk in zip(found, self.chunks, strict=True)
+        ]
+        seconds, waited = self.forward(chunks, ratio)
+        ttft = time.perf_counter() - begin
+        text = frozenset(i for i, chunk in enumerate(chunks) if isinstance(chunk, MissingChunk))
+        decision = progress.decision
+        predicted = None if decision is None else decision.ttft_s
+        return Run(ttft, progress.loaded_s or 0.0, seconds - waited, ratio, text, predicted)
+
+    def text(self, bandwidth: Bandwidth, ratio: float = 1.0) -> Run:
+        """Nothing is loaded: full recompute."""
+        begin = time.perf_counter()
+        compute = self.forward(None, 1.0)[0]
+        return Run(time.perf_counter() - begin, 0.0, compute, 1.0, frozenset(range(len(self.chunks))))
+
+    @torch.no_grad()
+    def forward(self, chunks: Sequence[Any] | None, ratio: float) -> tuple[float, float]:
+        """Seconds until the first token is there, and how many of them were spent waiting for layers."""
+        cache = None if chunks is None else BlendedCache(chunks, ratio, self.selector)
+        given = {} if cache is None else {_compat.cache_keyword(self.model.forward): cache}
+        begin = time.perf_counter()
+        logits = self.model(input_ids=self.reference.case.ids, use_cache=True, logits_to_keep=1, **given).logits
+        logits[0, -1].argmax().item()
+        seconds = time.perf_counter() - begin
+        return seconds, 0.0 if cache is None else cache.report.seconds["load"]
+
+    def kl(self, run: Run) -> float:
+        """Of full recompute's distributions from those of a run's setting, over the first answer tokens."""
+        at = (run.ratio, run.text)
+        if at not in self._kl:
+            chunks = [
+                MissingChunk(chunk.ids, "text") if i in run.text else chunk for i, chunk in enumerate(self.chunks)
+            ]
+            ids, answer = self.reference.case.ids, self.reference.answer
+            logits = forced_logits(self.model, ids, answer, BlendedCache(chunks, run.ratio, self.selector))
+            self._kl[at] = compare(self.reference.logits, logits, answer, self.reference.end).kl
+        return self._kl[at]
 
 
 def loading_rows(
-    tokens: int = 8192,
-    chunk_tokens: int = 512,
-    layers: int = 32,
-    heads: int = 8,
-    dim: int = 128,
-    pieces: Sequence[int] = (1, 2, 3, 4, 8),
-    repeats: int = 20,
-    seed: int = 0,
-) -> Iterator[dict[str, Any]]:
-    """Measures how chunks of `klt` get from memory to the buffers of a blend, in Llama-3.1-8B's shape and bfloat16.
-
-    Everything counts: copying, entropy decoding, the inverse transform, waiting for the status, rotating and placing,
-    and what the host does. The profile is made up: random rotations of each head, scales an octave wide. What is
-    decoded is compared with what the CPU decodes before anything is timed.
+    model: PreTrainedModel,
+    tokenizer: Any,
+    *,
+    chunks: int = 24,
+    chunk_tokens: int = 256,
+    factors: Sequence[float] = FACTORS,
+    ratios: Sequence[float] = RATIOS,
+    floor: float = FLOOR,
+    selector: str = "hkvd",
+    codec: Any = "raw",
+    repeats: int = 3,
+    name: str = "",
+    on_row: Callable[[Row], object] = lambda row: None,
+) -> Iterator[Row]:
+    """Times methods on one prompt at links of several speeds, in turns, so that a busy machine is busy for all.
 
     Args:
-        tokens: of the prompt.
-        chunk_tokens: of each chunk.
-        layers: of the model.
-        heads: of keys, and of values.
-        dim: of a head.
-        pieces: numbers of pieces to try from host memory (`decode_chunks`).
-        repeats: timed calls of each; the median counts.
-        seed: of the numbers.
+        model: attached by this.
+        tokenizer: its own.
+        chunks: texts of the prompt (`synthetic`).
+        chunk_tokens: they are joined, and cut anew every so many tokens.
+        factors: what loading takes, in times of what computing at the floor takes.
+        ratios: fixed settings, beside computing everything from text.
+        floor: the controller's smallest ratio, and that of "sequential" and "pipeline".
+        selector: which tokens are recomputed.
+        codec: that chunks are kept with.
+        repeats: timed runs of each; medians count.
+        name: of the model, for the rows.
+        on_row: called with each row.
 
     Yields:
-        Rows as of `kernel_rows`; a rate is of 16-bit keys and values, `rows` are chunks, and the ceiling is that of
-        copying them raw from pinned memory.
-
-    Raises:
-        ValueError: without a CUDA device, or if a chunk is decoded wrongly.
+        A row a link and method: "sequential" and "pipeline" at the floor, "fixed" once for each setting,
+        "controller". `bound_s` of "pipeline" is 1.15 x max(load, compute) of "sequential" and its first layer.
     """
-    if not torch.cuda.is_available():
-        raise ValueError("bench kernels needs a CUDA device: PyTorch sees none")
-    device = torch.device("cuda", torch.cuda.current_device())
-    setting = Loading(tokens // chunk_tokens, chunk_tokens, layers, heads, dim, device, seed)
-    setting.check()
-    time = Timer(repeats)
-    raw = setting.raw(pinned=True)
-    flat = [torch.empty_like(t, device=device) for t in raw[0].keys + raw[0].values]
-    copied = time(lambda: [to.copy_(t, non_blocking=True) for c in raw for to, t in zip(flat, _states(c), strict=True)])
-    ceiling = setting.nbytes / copied / 1e9
-    host, resident = setting.files(pinned=True), setting.files(pinned=False)
-    placed = setting.decoded(resident)
-    runs: list[tuple[str, Callable[[], object]]] = [
-        ("raw, pinned: copy", lambda: None),
-        ("raw, pinned: place", lambda: setting.place(raw, by_layer=True)),
-        ("raw, in GPU memory: place", lambda: setting.place(placed)),
-        ("klt, in GPU memory: decode", lambda: setting.decoded(resident, 1)),
-        ("klt, in GPU memory: decode and place", lambda: setting.place(setting.decoded(resident, 1))),
-        *((f"klt, pinned: decode and place, {n} pieces", _from_host(setting, host, n)) for n in pieces),
-    ]
-    for name, run in runs:
-        seconds = copied if name == "raw, pinned: copy" else time(run)
-        rate = setting.nbytes / seconds / 1e9
+    example = synthetic(1, chunks)[0]
+    case = lay_out(model, tokenizer, example, Cell(chunk_tokens=chunk_tokens))
+    reference = replace(Reference.of(model, tokenizer, example), case=case)
+    store = RemoteStore(f"memory://blendkv-bench-{id(reference)}")
+    TieredStore(Pool(1), store, codec=codec, write="through").put_many(reference.case.chunks)
+    costs = calibrate_machine(model, codecs=[codec], selector=selector)
+    kept = codec if isinstance(codec, str) else codec.name
+    bench = Bench(model, reference, selector, store, kept, costs)
+    compute = min(bench.forward(list(bench.chunks), floor)[0] for _ in range(3))
+    common = {
+        "bench": "loading",
+        "model": name or model.config.model_type,
+        "device": model_device_name(model),
+        "dtype": str(attachment_of(model).facts.dtype).removeprefix("torch."),
+        "tokens": reference.case.ids.shape[1],
+        "chunk_tokens": chunk_tokens,
+        "selector": selector,
+        "level": kept,
+        **versions(),
+    }
+    for factor in factors:
+        bandwidth = Bandwidth.constant(bench.nbytes / (compute * factor))
+        for row in _rows_of(bench, bandwidth, ratios, floor, repeats):
+            found = common | {"factor": factor, "link_mb_s": bandwidth.mean / 1e6} | row
+            on_row(found)
+            yield found
+
+
+def _rows_of(
+    bench: Bench, bandwidth: Bandwidth, ratios: Sequence[float], floor: float, repeats: int
+) -> Iterator[dict[str, Any]]:
+    link = ThrottledStore(bench.store, bandwidth, latency_s=LATENCY_S)
+    bench.costs.sources[link.url] = measure_source(cast("Store", _Probe(link)))
+    controller = Controller(bench.costs, floor=floor)
+    methods: dict[tuple[str, float], Callable[[], Run]] = {
+        ("sequential", floor): lambda: bench.sequential(bandwidth, floor),
+        ("pipeline", floor): lambda: bench.pipelined(bandwidth, floor),
+        ("controller", floor): lambda: bench.pipelined(bandwidth, floor, controller),
+        **{("fixed", r): lambda r=r: bench.pipelined(bandwidth, r) for r in ratios},
+        ("text", 1.0): lambda: bench.text(bandwidth),
+    }
+    runs: dict[tuple[str, float], list[Run]] = {at: [] for at in methods}
+    for turn in range(repeats + 1):
+        for at, run in methods.items():
+            gc.collect()
+            done = run()
+            if turn:  # the first turn warms up
+                runs[at].append(done)
+    before = runs["sequential", floor]
+    layers = len(attachment_of(bench.model).layers)
+    load, compute = (median(getattr(run, what) for run in before) for what in ("load_s", "compute_s"))
+    bound = 1.15 * max(load, compute) + max(load, compute) / layers
+    settings = {at: median(run.ttft_s for run in those) for at, those in runs.items()}
+    best = min(seconds for (method, _), seconds in settings.items() if method in ("fixed", "text"))
+    for (method, _), those in runs.items():
+        last = sorted(those, key=lambda run: run.ttft_s)[len(those) // 2]
         yield {
-            "device": device_name(device),
-            "kernel": name,
-            "tokens": tokens,
-            "rows": len(raw),
-            "bits": setting.bits,
-            "seconds": seconds,
-            "rate": rate,
-            "unit": "GB/s",
-            "ceiling": ceiling,
-            "of_ceiling": rate / ceiling,
+            "method": method,
+            "ttft_s": median(run.ttft_s for run in those),
+            "load_s": median(run.load_s for run in those),
+            "compute_s": median(run.compute_s for run in those),
+            "ratio": last.ratio,
+            "text": len(last.text),
+            "kl": bench.kl(last),
+            "predicted_s": last.predicted_s,
+            "bound_s": bound if method == "pipeline" else None,
+            "best_fixed_s": best if method == "controller" else None,
         }
 
 
-def _from_host(setting: Loading, files: list[ChunkFile], pieces: int) -> Callable[[], object]:
-    return lambda: setting.place(setting.decoded(files, pieces))
+class _Probe:
+    """A throttled store as `measure_source` wants one: it reads an entry that is there."""
 
+    read_only = True
 
-def _states(chunk: ChunkCache) -> tuple[torch.Tensor, ...]:
-    return chunk.keys + chunk.values
+    def __init__(self, store: ThrottledStore) -> None:
+        self.url, self.stats, self._store = store.url, store.stats, store
 
-
-class Loading:
-    """Chunks of made-up numbers, encoded, and the buffers of a prompt that is made of them.
-
-    Attributes:
-        nbytes: of keys and values of all chunks, in 16 bits.
-        bits: a symbol.
-    """
-
-    def __init__(
-        self, count: int, tokens: int, layers: int, heads: int, dim: int, device: torch.device, seed: int = 0
-    ) -> None:
-        from blendkv.kernels.placing import cut
-
-        self.count, self.tokens, self.device = count, tokens, device
-        self.shape = LayerShape(heads, dim, dim)
-        generator = torch.Generator(device).manual_seed(seed)
-        self.codec = KLT(profile=made_up_profile((self.shape,) * layers, generator))
-        self.chunks = [self._draw(generator, number) for number in range(min(DISTINCT, count))]
-        self.data = [
-            torch.from_numpy(np.frombuffer(encode_chunk(chunk, self.codec), np.uint8).copy()) for chunk in self.chunks
-        ]
-        self.nbytes = count * self.chunks[0].nbytes
-        self.bits = 16 * sum(map(len, self.data)) / sum(chunk.nbytes for chunk in self.chunks)
-        length = count * tokens
-        buffers = torch.empty(2 * layers, 1, heads, length, dim, dtype=torch.bfloat16, device=device).unbind()
-        self.buffers = list(zip(buffers[::2], buffers[1::2], strict=True))
-        self._table = upload(describe(self.buffers, length), device)
-        self._cuts = [upload(array, device) for array in cut([(0, i * tokens, tokens, tokens) for i in range(count)])]
-        angle = torch.rand(1, 1, length, dim // 2, device=device, generator=generator) * 6
-        self._angles = angle.cos(), angle.sin()
-
-    def _draw(self, generator: torch.Generator, number: int) -> ChunkCache:
-        """Gaussian components of the profile's scales, transformed back."""
-        states = []
-        for part in (part for parts in parts_of(self.codec.profile) for part in parts):
-            sd = torch.from_numpy(part.scale / 16).exp2().float().view(len(part.matrix), 1, -1).to(self.device)
-            shape = (len(part.matrix), self.tokens, part.matrix.shape[1])
-            components = torch.randn(shape, device=self.device, generator=generator) * sd
-            mean = part.mean.view(len(part.matrix), 1, -1).to(self.device)
-            states.append((mean + components @ part.matrix.to(self.device)).bfloat16().cpu())
-        return ChunkCache(torch.arange(self.tokens) + number, tuple(states[::2]), tuple(states[1::2]), "made up")
-
-    def files(self, pinned: bool) -> list[ChunkFile]:
-        """All chunks, in pinned memory or in the device's."""
-        where = (lambda data: data.pin_memory()) if pinned else (lambda data: data.to(self.device, copy=True))
-        return [ChunkFile(where(self.data[i % len(self.data)]), codec=self.codec) for i in range(self.count)]
-
-    def raw(self, pinned: bool) -> list[ChunkCache]:
-        """All chunks as they were, in pinned memory or in the device's."""
-        chunks = [self.chunks[i % len(self.chunks)] for i in range(self.count)]
-        return [chunk.pin_memory() if pinned else chunk.to(self.device) for chunk in chunks]
-
-    def decoded(self, files: list[ChunkFile], pieces: int = 1) -> list[ChunkCache]:
-        """All chunks on the device."""
-        return decode_chunks(files, self.device, pieces=pieces)
-
-    def place(self, chunks: list[ChunkCache], by_layer: bool = False) -> None:
-        """Rotates and places chunks, as a blend does: all layers at once, or, from pinned memory, one by one."""
-        from blendkv.kernels.placing import locate, rotate_and_place
-
-        layers = len(self.buffers)
-        sources = upload(locate([(chunk.addresses, 0) for chunk in chunks], range(layers)), self.device)
-        step = 1 if by_layer else layers
-        for first in range(0, layers, step):
-            rotate_and_place(
-                sources[first : first + step],
-                *self._cuts,
-                self._table,
-                range(first, first + step),
-                (self.shape.heads, self.shape.key_dim, self.shape.value_dim),
-                torch.bfloat16,
-                "half",
-                self._angles,
-            )
-
-    def check(self) -> None:
-        """Compares what kernels decode, from a copy of each chunk, with what the CPU decodes.
-
-        Raises:
-            ValueError: with the figure.
-        """
-        files = self.files(pinned=False)
-        for pieces in (1, 3):
-            for got, file in zip(self.decoded(files, pieces)[: len(self.data)], files, strict=False):
-                want = file.read()
-                for a, b in zip(_states(got), _states(want), strict=True):
-                    error = float(((a.cpu().float() - b.float()).abs() / b.float().abs().clamp_min(1)).max())
-                    if not error <= 2**-6:
-                        raise ValueError(f"a decoded chunk is off by {error:.2g}: no time is reported")
-
-
-def made_up_profile(shapes: tuple[LayerShape, ...], generator: torch.Generator) -> Profile:
-    """A profile of no model for `klt`: a random rotation of each head."""
-    device, tensors = generator.device, {}
-    for layer, shape in enumerate(shapes):
-        for part, dim in enumerate((shape.key_dim, shape.value_dim)):
-            name = f"{layer}.{part}"
-            drawn = torch.randn(shape.heads, dim, dim, device=device, generator=generator)
-            scale = torch.randn(shape.heads, dim, device=device, generator=generator) * WIDTH + CENTRE
-            tensors[f"matrix.{name}"] = torch.linalg.qr(drawn).Q.mul(0.25).half().cpu()
-            tensors[f"mean.{name}"] = torch.randn(shape.heads * dim, device=device, generator=generator).cpu()
-            scale = scale.round().clamp(-36, 80).sort(1, descending=True).values
-            tensors[f"scale.{name}"] = scale.flatten().to(torch.int16).cpu()
-    return Profile("klt", shapes, tensors, {"joint": False, "unit_layers": 1, "protected": 1})
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)

@@ -36,6 +36,7 @@ SETTINGS = {
     "eviction": ("documents", "requests", "seeds"),
     "quality": ("model", "dtype", "device", "task", "data", "records", "prompts", "chunks", "chunk_tokens", "batch"),
     "insights": ("model", "dtype", "device", "task", "data", "prompts"),
+    "loading": ("model", "dtype", "device", "tokens", "chunk_tokens", "selector", "level"),
 }
 """For each command the fields that rows of one table share."""
 IDENTITIES = {
@@ -47,6 +48,7 @@ IDENTITIES = {
     "eviction": (*SETTINGS["eviction"], "zipf", "drift", "capacity", "policy"),
     "quality": (*SETTINGS["quality"], "method", "selector", "ratio"),
     "insights": (*SETTINGS["insights"], "figure", "layer", "ratio"),
+    "loading": (*SETTINGS["loading"], "factor", "method", "ratio"),
 }
 """For each command the fields that tell its rows apart."""
 _NEEDED = {
@@ -58,6 +60,7 @@ _NEEDED = {
     "eviction": (*IDENTITIES["eviction"], "hit_rate", "byte_hit_rate"),
     "quality": ("device", "model", "task", "method", "selector", "ratio", "charged_budget", "kl", "ci"),
     "insights": ("device", "model", "figure", "layer", "value"),
+    "loading": (*IDENTITIES["loading"], "link_mb_s", "ttft_s", "load_s", "compute_s", "kl"),
 }
 _ORDER = {name: i for i, name in enumerate(("full", "nocontext", "prefix", "reuse", "blend", "mapreduce", "maprerank"))}
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from blendkv.chunkfile import ChunkFile
 from blendkv.codecs import Codec, Profile, Profiles, load_profile
+from blendkv.container.sources import Source
 from blendkv.errors import ChunkFileError
 from blendkv.expanding import by_kernels
 
@@ -39,15 +40,27 @@ class Opener:
         Raises:
             ChunkFileError: for whatever is wrong with it, with its `reason`; "key" if it is something else's.
         """
-        file = self.open(data if device.type == "cpu" else torch.from_numpy(np.frombuffer(data, np.uint8).copy()))
-        if file.key_with(self._secret) != key:
-            raise ChunkFileError("the chunk file is that of another key; delete it", reason="key")
-        file.keyed = "" if self._secret is None else key
+        content = data if device.type == "cpu" else torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+        file = self._keyed(key, self.open(content))
         if by_kernels(file, device):
             file.verify()
         return file
 
-    def open(self, source: bytes | Tensor) -> ChunkFile:
+    def checked_head(self, key: str, source: Source) -> ChunkFile:
+        """The file under a key, if its head is what the key says; segments are verified when they are read.
+
+        Raises:
+            ChunkFileError: as for `checked`.
+        """
+        return self._keyed(key, self.open(source))
+
+    def _keyed(self, key: str, file: ChunkFile) -> ChunkFile:
+        if file.key_with(self._secret) != key:
+            raise ChunkFileError("the chunk file is that of another key; delete it", reason="key")
+        file.keyed = "" if self._secret is None else key
+        return file
+
+    def open(self, source: bytes | Tensor | Source) -> ChunkFile:
         """A file of our codec, or of the one that it names."""
         if self._codec is not None:
             try:

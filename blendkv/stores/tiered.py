@@ -106,7 +106,7 @@ class TieredStore:
         self.stats, self.secret, self.write = TieredStats(), secret, write
         self._coding = Coding(codec, self.stats, secret, key_id)
         self.codec = self._coding.codec
-        self._opener = Opener(self.codec, secret, key_id, profiles)
+        self.opener = Opener(self.codec, secret, key_id, profiles)
         self.key_id, self.profiles, self._queue_bytes = key_id, profiles, queue_bytes
         self._writers = [Writer(store, queue_bytes) for store in self.stores]
         self._writable = [w for w in self._writers if not getattr(w.store, "read_only", False)]
@@ -174,13 +174,32 @@ class TieredStore:
             data = self._read(level, lacking, budget)
             for key, chunk in self._decoded(store, data, tuple(homes) or (torch.device("cpu"),)).items():
                 found[key] = Fetched(chunk, store.url)
-                self._remember(key, chunk, data[key])
-                self._promote(level, key, data[key])
+                self.keep(level, key, chunk, data[key])
             lacking = [key for key in lacking if key not in found]
-        with self._lock:
-            self.stats.misses += len(lacking)
-            self.stats.hits.update(found[key].tier for key in keys if key in found)
+        self.count([found[key].tier for key in keys if key in found], len(lacking))
         return [found.get(key, Fetched(None)) for key in keys]
+
+    def waiting(self, level: int, key: str) -> bytes | None:
+        """A file that a store is about to be given, or None."""
+        return self._writers[level].get(key)
+
+    def keep(self, level: int, key: str, chunk: ChunkCache, data: bytes | None) -> None:
+        """A store had a chunk: memory gets it, and nearer stores its file, if that is at hand."""
+        self._remember(key, chunk, data)
+        if data is not None:
+            self._promote(level, key, data)
+
+    def lost(self, url: str) -> None:
+        """A chunk that was counted as a hit of a store did not come whole."""
+        with self._lock:
+            self.stats.hits[url] -= 1
+            self.stats.misses += 1
+
+    def count(self, tiers: Sequence[str], misses: int) -> None:
+        """Adds hits, by where they came from, and misses."""
+        with self._lock:
+            self.stats.misses += misses
+            self.stats.hits.update(tiers)
 
     def put_many(self, chunks: Sequence[ChunkCache], budget: Budget | None = None) -> list[tuple[ChunkCache, bool]]:
         """Keeps chunks in memory and in the stores.
@@ -306,7 +325,7 @@ class TieredStore:
         wrong: dict[str, ChunkFileError] = {}
         for key, content in data.items():
             try:
-                files[key] = self._opener.checked(key, content, homes[0])
+                files[key] = self.opener.checked(key, content, homes[0])
             except ChunkFileError as error:
                 wrong[key] = error.bare()
         chunks: dict[str, ChunkCache] = {}
@@ -316,10 +335,11 @@ class TieredStore:
             else:
                 chunks[key] = chunk
         for key, error in wrong.items():
-            self._discard(store, key, error)
+            self.discard(store, key, error)
         return chunks
 
-    def _discard(self, store: Store, key: str, error: ChunkFileError) -> None:
+    def discard(self, store: Store, key: str, error: ChunkFileError) -> None:
+        """Takes a wrong entry out of use, and counts it; what only cannot be read here stays."""
         if error.reason in _NOT_DAMAGED or (error.reason == "authentication" and self.secret is None):
             with self._lock:
                 self.stats.unreadable[error.reason] += 1
@@ -339,7 +359,7 @@ class TieredStore:
         there = [i for i, data in enumerate(files) if data is not None]
         made = list(chunks)
         homes = tuple(k.device for k in chunks[0].keys) if chunks else ()
-        opened = [self._opener.checked(chunks[i].key, files[i] or b"", homes[0]) for i in there]
+        opened = [self.opener.checked(chunks[i].key, files[i] or b"", homes[0]) for i in there]
         for i, chunk in zip(there, decode_at(opened, homes) if opened else (), strict=True):
             if isinstance(chunk, ChunkCache):
                 made[i] = chunk
@@ -349,7 +369,7 @@ class TieredStore:
         """Puts a chunk into memory, as its bytes where the pool keeps bytes."""
         if self.pool.codec is None or data is None:
             return self.pool.put(chunk)
-        return self.pool.put_file(key, data, tuple(k.device for k in chunk.keys), self._opener.open)
+        return self.pool.put_file(key, data, tuple(k.device for k in chunk.keys), self.opener.open)
 
     def _write(self, key: str, data: bytes | None, in_memory: bool, budget: Budget | None) -> bool:
         """Gives the stores a file, or says that they are to be given it; whether one took it."""
@@ -403,7 +423,7 @@ class TieredStore:
     def _demoter(self, farther: Writer) -> Callable[[str, bytes], None]:
         def demote(key: str, data: bytes) -> None:
             try:  # a good copy may be there: only what is good takes its place
-                self._opener.checked(key, data, torch.device("cpu")).verify()
+                self.opener.checked(key, data, torch.device("cpu")).verify()
             except ChunkFileError:
                 return
             if farther.put(key, data, drop=not getattr(farther.store, "local", False)):

@@ -6,12 +6,13 @@ from blendkv import Pool, TieredStore
 from tests.cases.common import assert_same_answer, model_of
 from tests.cases.stored import ask, full, library, local, within
 from tests.chunks import assert_same, make_chunk
+from tests.patience import SLACK_S
 from tests.stores.servers import BINARY, Proxy, Server, until
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="no valkey-server or redis-server on this machine")
 
-DEADLINE, NOISE = 0.25, 0.05
-BACK = 2.0
+DEADLINE, NOISE = 0.25, 0.05 + SLACK_S
+BACK = 2.0 + SLACK_S
 LONG = [" ".join(f"Sentence {n} of a document that takes long to send." for n in range(6))]
 
 

@@ -11,6 +11,7 @@ from tests.faults import (  # noqa: F401  (each registers its rows)
     kills,
     privacy,
     remote,
+    roads,
     sharing,
     simulation,
     soak,

@@ -18,6 +18,8 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from tests.patience import SLACK_S
+
 BINARY = shutil.which("valkey-server") or shutil.which("redis-server")
 
 
@@ -242,7 +244,7 @@ def until(what: Callable[[], object], seconds: float) -> float:
     """Waits until something is true; how long it took."""
     start = time.monotonic()
     while not what():
-        if time.monotonic() - start > seconds:
+        if time.monotonic() - start > seconds + SLACK_S:
             raise TimeoutError(f"not within {seconds} s")
         time.sleep(0.02)
     return time.monotonic() - start

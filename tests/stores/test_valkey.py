@@ -21,6 +21,7 @@ from blendkv.stores.valkey import ValkeyStore
 from blendkv.stores.valkey_centre import ValkeyCentre
 from blendkv.stores.valkey_server import TimedSocket
 from blendkv.stores.valkey_url import parse
+from tests.patience import SLACK_S
 from tests.stores.servers import BINARY, Proxy, Server, answering, bus, free_port, member, until
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="no valkey-server or redis-server on this machine")
@@ -454,7 +455,7 @@ def test_tls(tls):
             start = time.monotonic()
             with deadline(0.25):
                 assert store.get(key(1)) is None
-            assert time.monotonic() - start < 0.275
+            assert time.monotonic() - start < 0.275 + SLACK_S
         proxy.rate = None
         proxy.drop()
         assert store.get(key(1)) == data
@@ -502,11 +503,9 @@ def test_a_deadline_that_has_passed_asks_nobody(store):
     store.put(key(1), b"data")
     trips = store._servers.trips
     with deadline(0.0):
-        start = time.monotonic()
         assert store.get(key(1)) is None
         assert store.get_many([key(1)]) == {}
         assert not store.put(key(2), b"data")
-        assert time.monotonic() - start < 0.05
     assert store.stats.faults["deadline"] == 3
     assert store._servers.nodes()[0].breaker.state == "closed"
     assert store.get(key(1)) == b"data"

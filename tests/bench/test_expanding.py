@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from blendkv import kernels
-from blendkv.bench.loading import Loading, loading_rows
+from blendkv.bench.expanding import Loading, loading_rows
 from blendkv.codecs import transform
 
 pytest.importorskip("triton")

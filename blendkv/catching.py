@@ -1,0 +1,96 @@
+"""Chunks that turn out not to come while layers run: their tokens are taken through the layers that are behind."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blendkv.blend import Blend, left_pad, take_rows
+from blendkv.errors import ChunkMissError
+from blendkv.kernels.table import upload
+
+
+class CaughtUp(Exception):
+    """Ends a pass that catches up; carries `[B, S, D]` hidden states in front of the layer where it ends."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+def gives_up(blend: Blend, layer_idx: int) -> bool:
+    """Waits for what is stored for a layer, if it is wanted there; chunks of which it will not come are missed.
+
+    Args:
+        blend: under way.
+        layer_idx: the layer about to run.
+
+    Returns:
+        Whether there was one.
+
+    Raises:
+        ChunkMissError: then, if the cache is strict.
+    """
+    if blend.until is not None or (blend.rows is None and not blend.wants_selection(layer_idx)):
+        return False
+    with blend.report.clock.stage("load"):
+        chunks = {id(chunk): chunk for plan in blend.plans for _, chunk in plan.placed}
+        reasons = {at: why for at, chunk in chunks.items() if (why := chunk.lacks(layer_idx)) is not None}
+    if not reasons:
+        return False
+    why = ", ".join(sorted(set(reasons.values())))
+    if blend.cache.strict:
+        raise ChunkMissError(f"{len(reasons)} chunks did not come whole from their store: {why}")
+    for at in reasons:
+        blend.report.unload(getattr(chunks[at], "tier", ""), len(chunks[at]))
+    blend.plans[:] = [plan.without(reasons) for plan in blend.plans]
+    blend.chosen = blend.still_of_chunks(blend.chosen)
+    blend.count()
+    blend.buffers.replan()
+    blend.report.remark(
+        f"layer {layer_idx} of {len(reasons)} chunks did not come from their store ({why}): their tokens were computed "
+        "instead"
+    )
+    return True
+
+
+def catch_up(blend: Blend, layer_idx: int, hidden: Tensor) -> Tensor:
+    """Takes the tokens of chunks that were given up through the layers that are behind already.
+
+    What other rows have read of those chunks until here was stored; from here on it is computed.
+
+    Args:
+        blend: under way.
+        layer_idx: the layer about to run.
+        hidden: `[B, S, D]` hidden states of the current rows.
+
+    Returns:
+        `[B, S', D]` hidden states of the current rows, those tokens among them from now on.
+    """
+    rows = blend.rows
+    assert rows is not None
+    blend.graphs = None  # recorded for other numbers of rows
+    for layer in blend.cache.blended:
+        layer.resize(0)
+    behind = _behind(blend, rows)
+    blend.until, late = layer_idx, hidden[:, :0]
+    blend.set_rows(behind)
+    try:
+        blend.again()
+    except CaughtUp as caught:
+        late = caught.hidden
+    finally:
+        blend.until = None
+    rows = torch.cat([rows, behind], 1)
+    order = rows.argsort(dim=1, stable=True)
+    blend.set_rows(rows.gather(1, order))
+    return take_rows(torch.cat([hidden, late.to(hidden.device)], 1), order)
+
+
+def _behind(blend: Blend, rows: Tensor) -> Tensor:
+    """`[B, S]` prompt indices that are to be computed, and were not among the `rows [B, S']` so far."""
+    found = []
+    for plan, now in zip(blend.plans, rows.cpu().numpy(), strict=True):
+        lacking = np.setdiff1d(np.flatnonzero(plan.fresh), now)
+        found.append(upload(lacking if len(lacking) else now[-1:], rows.device))
+    return torch.stack([left_pad(row, max(map(len, found))) for row in found])

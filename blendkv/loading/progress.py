@@ -1,0 +1,64 @@
+"""How the loading of one prompt goes, and how it was meant to go."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from blendkv.loading.controller import Decision, with_outcome
+
+
+class Progress:
+    """Pieces that have come. Safe to share among threads.
+
+    Attributes:
+        decision: what the controller chose, or None.
+        nbytes: that have come, by URL of the store.
+        loaded_s: seconds from the beginning until the last piece that was wanted; None until then.
+    """
+
+    def __init__(self) -> None:
+        self.decision: Decision | None = None
+        self.nbytes: Counter[str] = Counter()
+        self.loaded_s: float | None = None
+        self.on_loaded: Callable[[Progress], None] | None = None
+        self._wanted, self._begin, self._lock = 0, time.monotonic(), threading.Lock()
+
+    def begin(self, wanted: int) -> None:
+        """Pieces are asked for from now on, so many of them for this prompt."""
+        self._wanted, self._begin = wanted, time.monotonic()
+
+    def came(self, url: str, nbytes: int, wanted: bool) -> None:
+        """A piece has come."""
+        with self._lock:
+            self.nbytes[url] += nbytes
+            self._wanted -= wanted
+            if self._wanted or not wanted:
+                return
+            self.loaded_s = time.monotonic() - self._begin
+        if self.on_loaded is not None:
+            self.on_loaded(self)
+
+    def to_dict(self, took_s: float) -> dict[str, Any]:
+        """For JSON.
+
+        Args:
+            took_s: seconds of the prompt until its first token.
+        """
+        said = {"bytes": dict(self.nbytes), "loaded_s": self.loaded_s}
+        if self.decision is not None:
+            said["decision"] = with_outcome(self.decision, self.loaded_s, took_s).to_dict()
+        return said
+
+    def __str__(self) -> str:
+        """A line for people."""
+        came = sum(self.nbytes.values())
+        said = f"{came:,} bytes" + (f" in {self.loaded_s:.3f} s" if self.loaded_s is not None else " so far")
+        if (decision := self.decision) is None:
+            return said
+        if decision.load_s is not None:
+            said += f" (predicted {decision.load_s:.3f} s)"
+        return f"{said}; ratio {decision.ratio:g}: {decision.why}"

@@ -1,0 +1,413 @@
+"""Layers that come while others compute: the same answers as from chunks that are there, right ones when none come."""
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+
+from blendkv import BlendedCache, ChunkMissError, Pool, attach
+from blendkv.loading.arriving import ArrivingChunk
+from blendkv.loading.pipeline import Pipeline
+from blendkv.loading.scheduler import TransferScheduler
+from blendkv.stores import Budget, TieredStore
+from blendkv.testing import FAMILIES, tiny_model
+from tests.chunks import assert_same
+from tests.helpers import exact_chunk, full, make_case, run, tokens, worst
+from tests.stores.dicts import DictStore
+
+LAYERS = 4
+
+
+class RangeStore(DictStore):
+    """A store that fails, waits or lies from some layer on.
+
+    Attributes:
+        gate: what happens in front of a ranged read that is not the head; gets its start.
+        reads: (key, start, stop) of all such reads.
+    """
+
+    def __init__(self, name="ranged", local=False):
+        super().__init__(name, local)
+        self.gate, self.reads = None, []
+
+    def get(self, key, start=0, stop=None):
+        data = super().get(key, start, stop)
+        if start:
+            self.reads.append((key, start, stop))
+            if self.gate is not None:
+                data = self.gate(key, start, data)
+        return data
+
+
+def starts(store, key):
+    """Where the layers of an entry begin."""
+    from blendkv.chunkfile import ChunkFile
+
+    with ChunkFile(store.entries[key]) as file:
+        return [int(file.starts[file.header.segments_of(unit, 0).start]) for unit in range(file.header.units)]
+
+
+def failing_from(store, layer, gone=("all",), how=lambda data: None):
+    """A gate that fails reads of a layer and those behind it."""
+    at = {key: starts(store, key)[layer] for key in store.entries if "all" in gone or key in gone}
+    return lambda key, start, data: how(data) if start >= at.get(key, 1 << 60) else data
+
+
+def stored(chunks, store=None, **kwargs):
+    """A fresh store with chunks in it, behind tiers with empty memory, and a pipeline of one layer a piece."""
+    store = store or RangeStore()
+    TieredStore(Pool(), store, write="through").put_many(chunks)
+    tiers = TieredStore(Pool(), store, **kwargs)
+    return store, tiers, Pipeline(tiers, TransferScheduler(4), piece_bytes=1, whole_bytes=0)
+
+
+def fetched(pipeline, chunks, first=0, budget=None):
+    got = pipeline.fetch([chunk.key for chunk in chunks], budget=budget, first=first)
+    assert all(isinstance(each.chunk, ArrivingChunk) for each in got)
+    return [each.chunk for each in got]
+
+
+def exact_case(model, seed=4):
+    ids = tokens(70, seed)[None]
+    return ids, [exact_chunk(model, ids, a, b) for a, b in ((5, 30), (30, 41), (44, 66))]
+
+
+@pytest.mark.parametrize("selector", ["hkvd", "boundary", "attention", "20%boundary+attention*hkvd"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_answers_are_those_of_chunks_that_are_there(attached, selector, first):
+    model = attached("llama")
+    case = make_case(model)
+    want = run(model, case.ids, there := BlendedCache(case.caches, 0.3, selector)).logits
+    _, tiers, pipeline = stored(case.caches)
+    chunks = fetched(pipeline, case.caches, first if selector == "hkvd" else 0)
+    got = run(model, case.ids, cache := BlendedCache(chunks, 0.3, selector)).logits
+    assert torch.equal(got[:, -1], want[:, -1])
+    assert cache.report.layers == there.report.layers
+    assert worst(cache, there) == 0
+    for chunk, one in zip(chunks, case.caches, strict=True):
+        assert_same(chunk, one)  # waits for what is behind the first layer wanted
+        until(lambda chunk=chunk: chunk.key in tiers.pool)
+        assert_same(tiers.pool.get(chunk.key), one)
+
+
+def until(what, seconds=20):
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_layers_compute_while_others_are_on_their_way(attached):
+    """Each layer's bytes are released by the layer before it: whoever waits for all of them waits for ever."""
+    model = attached("llama")
+    case = make_case(model)
+    want = run(model, case.ids, BlendedCache(case.caches, 0.3)).logits
+    store, _, pipeline = stored(case.caches)
+    done = [threading.Event() for _ in range(LAYERS)]
+    at = {key: starts(store, key) for key in store.entries}
+
+    def gate(key, start, data):
+        layer = max(i for i, begin in enumerate(at[key]) if begin <= start)
+        assert layer < 2 or done[layer - 1].wait(30)
+        return data
+
+    store.gate = gate
+    handles = [
+        layer.register_forward_hook(lambda *args, event=event: event.set())
+        for layer, event in zip(model.model.layers, done, strict=True)
+    ]
+    try:
+        got = run(model, case.ids, BlendedCache(fetched(pipeline, case.caches, first=1), 0.3)).logits
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert torch.equal(got[:, -1], want[:, -1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_exact_chunks_that_stop_coming_leave_an_exact_answer(attached, family, layer):
+    """Rows that were computed meanwhile, reused ones and those that catch up: all must fit together."""
+    model = attached(family)
+    ids, exact = exact_case(model)
+    logits, reference = full(model, ids)
+    for selector, ratio in (("random", 0.3), ("hkvd", 0.0), ("attention", 0.3)):
+        store, _, pipeline = stored(exact)
+        store.gate = failing_from(store, layer, gone=[exact[1].key, exact[2].key])
+        cache = BlendedCache(fetched(pipeline, exact), ratio, selector)
+        got = run(model, ids, cache).logits[:, -1]
+        assert (got - logits[:, -1]).abs().max() <= 1e-4
+        assert worst(cache, reference) <= 1e-4
+        report, (used, *lost) = cache.report, cache.report.chunks
+        assert used.hit
+        assert not any(use.hit for use in lost)
+        assert report.misses == {"late": 11 + 22}
+        for rows in report.layers:
+            assert rows.reused + rows.recomputed + rows.fresh + rows.missed == 70
+            assert rows.missed == 33
+            assert rows.reused + rows.recomputed == 25
+        assert "did not come" in " ".join(report.notes)
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_when_no_chunk_comes_the_answer_is_that_of_full_prefill(attached, layer):
+    """From the layer of the check on, what other rows read of lost chunks before was stored: so near, not equal."""
+    model = attached("llama")
+    case = make_case(model)
+    logits, reference = full(model, case.ids)
+    store, _, pipeline = stored(case.caches)
+    store.gate = failing_from(store, layer)
+    cache = BlendedCache(fetched(pipeline, case.caches), 0.3)
+    got = run(model, case.ids, cache).logits[:, -1]
+    assert all(rows.missed == sum(map(len, case.chunks)) for rows in cache.report.layers)
+    assert not torch.isnan(got).any()
+    if layer <= 1:  # nothing had been narrowed yet
+        assert (got - logits[:, -1]).abs().max() <= 1e-4
+        assert worst(cache, reference) <= 1e-4
+    else:
+        assert (got - logits[:, -1]).norm() < (
+            run(model, case.ids, BlendedCache(case.caches, 0.0)).logits[:, -1] - logits[:, -1]
+        ).norm()
+
+
+def test_a_batch_of_which_one_row_loses_a_chunk(attached):
+    model = attached("llama")
+    ids, exact = exact_case(model)
+    other, more = exact_case(model, seed=5)
+    both = torch.cat([ids, other])
+    logits, reference = full(model, both)
+    store, _, pipeline = stored(exact + more)
+    store.gate = failing_from(store, 2, gone=[exact[1].key])
+    chunks = fetched(pipeline, exact + more)
+    cache = BlendedCache([chunks[:3], chunks[3:]], 0.3, "random")
+    assert (run(model, both, cache).logits[:, -1] - logits[:, -1]).abs().max() <= 1e-4
+    assert worst(cache, reference) <= 1e-4
+    assert cache.report.misses == {"late": 11}
+
+
+def test_gradual_filtering_goes_on_after_a_loss(attached):
+    model = attached("llama")
+    ids, exact = exact_case(model)
+    logits, reference = full(model, ids)
+    store, _, pipeline = stored(exact)
+    store.gate = failing_from(store, 2, gone=[exact[0].key])
+    cache = BlendedCache(fetched(pipeline, exact), selector="random", check_layers={1: 0.6, 3: 0.2})
+    assert (run(model, ids, cache).logits[:, -1] - logits[:, -1]).abs().max() <= 1e-4
+    assert worst(cache, reference) <= 1e-4
+    assert cache.report.layers[3].recomputed == round(0.2 * 33)
+
+
+def test_damage_in_the_middle_is_a_miss_and_put_out_of_use(attached):
+    model = attached("llama")
+    ids, exact = exact_case(model)
+    logits, _ = full(model, ids)
+    store, tiers, pipeline = stored(exact)
+    store.gate = failing_from(store, 2, [exact[1].key], lambda data: bytes([data[0] ^ 1]) + data[1:])
+    cache = BlendedCache(fetched(pipeline, exact), 0.3, "random")
+    assert (run(model, ids, cache).logits[:, -1] - logits[:, -1]).abs().max() <= 1e-4
+    assert cache.report.misses == {"checksum": 11}
+    assert tiers.stats.damaged == {store.url: 1}
+    assert exact[1].key not in store.entries
+    assert exact[1].key not in tiers.pool
+
+
+def test_another_store_goes_on_where_the_first_stopped(attached):
+    model = attached("llama")
+    ids, exact = exact_case(model)
+    logits, _ = full(model, ids)
+    near, far = RangeStore("near"), RangeStore("far")
+    for store in (near, far):
+        stored(exact, store)
+    near.gate = failing_from(near, 2)
+    pipeline = Pipeline(tiers := TieredStore(Pool(), near, far), TransferScheduler(4), piece_bytes=1, whole_bytes=0)
+    cache = BlendedCache(fetched(pipeline, exact), 0.3, "random")
+    assert (run(model, ids, cache).logits[:, -1] - logits[:, -1]).abs().max() <= 1e-4
+    assert not cache.report.misses
+    assert {start >= starts(far, key)[2] for key, start, _ in far.reads} == {True}
+    assert all(key in tiers.pool for key in far.entries)
+
+
+def test_nearer_stores_get_what_came_from_far(attached):
+    model = attached("llama")
+    _, exact = exact_case(model)
+    near, far = RangeStore("near"), RangeStore("far")
+    stored(exact, far)
+    tiers = TieredStore(Pool(), near, far)
+    chunks = fetched(Pipeline(tiers, TransferScheduler(4), whole_bytes=0), exact)
+    for chunk, one in zip(chunks, exact, strict=True):
+        assert_same(chunk, one)
+        until(lambda key=one.key: key in near.entries)
+    assert near.entries == far.entries
+    assert tiers.stats.promoted == 3
+
+
+def test_strict_raises_and_loses_nothing(attached):
+    model = attached("llama")
+    ids, exact = exact_case(model)
+    store, _, pipeline = stored(exact)
+    store.gate = failing_from(store, 2)
+    cache = BlendedCache(fetched(pipeline, exact), 0.3, strict=True)
+    with pytest.raises(ChunkMissError, match="did not come"):
+        run(model, ids, cache)
+    logits, _ = full(model, ids)
+    got = run(model, ids, BlendedCache(exact, 1.0)).logits
+    assert (got - logits).abs().max() <= 1e-4
+
+
+def test_a_stalled_store_is_waited_for_as_long_as_the_budget_allows(attached):
+    model = attached("llama")
+    ids, exact = exact_case(model)
+    logits, _ = full(model, ids)
+    store, _, pipeline = stored(exact)
+    free = threading.Event()
+    store.gate = failing_from(store, 2, how=lambda data: data if free.wait(60) else None)
+    budget = Budget(0.2)
+    begin = time.monotonic()
+    cache = BlendedCache(fetched(pipeline, exact, budget=budget), 0.3, "random")
+    assert (run(model, ids, cache).logits[:, -1] - logits[:, -1]).abs().max() <= 1e-4
+    assert time.monotonic() - begin < 30
+    assert budget.left <= 0
+    assert cache.report.misses == {"late": 58}
+    free.set()
+
+
+def test_a_prompt_that_nobody_wants_any_more_leaves_nothing_behind(attached):
+    model = attached("llama")
+    _, exact = exact_case(model)
+    store, _, _ = stored(exact)
+    free = threading.Event()
+    store.gate = lambda key, start, data: data if free.wait(60) else None
+    scheduler = TransferScheduler(2, linger=0.01)
+    pipeline = Pipeline(TieredStore(Pool(), store), scheduler, piece_bytes=1, ahead=3, whole_bytes=0)
+    chunks = fetched(pipeline, exact)
+    until(lambda: scheduler.state.running == 2)
+    assert scheduler.state.waiting == 1
+    del chunks
+    gc.collect()
+    assert scheduler.state.waiting == 0
+    free.set()
+    until(lambda: scheduler.state.threads == 0)
+    assert len(store.reads) == 2
+
+
+def test_only_a_few_pieces_are_under_way(attached):
+    model = attached("llama")
+    _, exact = exact_case(model)
+    store, _, _ = stored(exact)
+    under_way, most, lock = [0], [0], threading.Lock()
+
+    def gate(key, start, data):
+        with lock:
+            under_way[0] += 1
+            most[0] = max(most[0], under_way[0])
+        time.sleep(0.01)
+        with lock:
+            under_way[0] -= 1
+        return data
+
+    store.gate = gate
+    pipeline = Pipeline(TieredStore(Pool(), store), TransferScheduler(16), piece_bytes=1, ahead=3, whole_bytes=0)
+    for chunk, one in zip(fetched(pipeline, exact), exact, strict=True):
+        assert_same(chunk, one)
+    assert most[0] == 3
+
+
+@pytest.mark.parametrize("secret", [None, bytes(range(32))])
+def test_heads_are_checked_before_anything_is_computed(attached, secret):
+    from dataclasses import replace
+
+    from blendkv.chunk import chunk_key
+
+    model = attached("llama")
+    _, exact = exact_case(model)
+    if secret is not None:
+        exact = [
+            replace(c, keyed=chunk_key(c.ids, c.fingerprint, c.conditioning, c.tokenizer, c.namespace, secret))
+            for c in exact
+        ]
+    store = RangeStore()
+    TieredStore(Pool(), store, write="through", secret=secret).put_many(exact)
+    a, b, c = (chunk.key for chunk in exact)
+    store.entries[a], store.entries[b] = store.entries[b], store.entries[a]
+    tiers = TieredStore(Pool(), store, secret=secret)
+    got = Pipeline(tiers, TransferScheduler(2), whole_bytes=0).fetch([a, b, c])
+    assert [each.chunk is None for each in got] == [True, True, False]
+    assert got[2].chunk.key == c
+    assert_same(got[2].chunk, exact[2])
+    assert tiers.stats.reasons == {"key": 2}
+    assert (tiers.stats.misses, tiers.stats.hits) == (2, {store.url: 1})
+
+
+def test_a_copy_of_an_arriving_chunk_is_whole(attached):
+    import copy
+    import pickle
+
+    model = attached("llama")
+    _, exact = exact_case(model)
+    _, _, pipeline = stored(exact)
+    chunk = fetched(pipeline, exact)[0]
+    for twin in (copy.deepcopy(chunk), pickle.loads(pickle.dumps(chunk)), chunk.to("cpu")):
+        assert_same(twin, exact[0])
+        assert twin.lacks(0) is None
+        assert twin.nbytes == exact[0].nbytes
+        assert twin.dtype == exact[0].dtype
+    assert "ArrivingChunk(25 tokens" in repr(chunk)
+
+
+def test_models_with_masks_of_their_own_and_strict_prompts_load_first(monkeypatch):
+    from blendkv import ChunkLibrary
+    from tests.cases.stored import library
+
+    model = attach(tiny_model("llama"))
+    store = RangeStore(local=True)
+    kv = library(model, TieredStore(Pool(), store))
+    assert isinstance(kv, ChunkLibrary)
+    documents = [" ".join(f"word{n}" for n in range(30))]
+    kv(documents, "why?")
+    kv.pool.pool.clear()
+    asked = []
+    monkeypatch.setattr(kv.pipeline, "fetch", lambda *args, **kwargs: asked.append(args) or kv.pool.fetch(*args))
+    kv(documents, "why?", strict=True)
+    assert not asked
+    kv(documents, "why?")
+    assert len(asked) == 1
+
+
+def test_small_files_are_read_whole_before_anything_is_computed(attached):
+    model = attached("llama")
+    _, exact = exact_case(model)
+    store, tiers, _ = stored(exact)
+    store.entries[exact[0].key] = store.entries[exact[0].key][:-1]
+    got = Pipeline(tiers, TransferScheduler(2)).fetch([chunk.key for chunk in exact])
+    assert [type(each.chunk).__name__ for each in got] == ["NoneType", "ChunkCache", "ChunkCache"]
+    assert tiers.stats.damaged == {store.url: 1}
+    assert (tiers.stats.misses, tiers.stats.hits) == (1, {store.url: 2})
+    assert not store.reads
+
+
+def test_what_is_lost_on_the_way_is_no_hit_and_is_written_anew_next_time(attached):
+    from tests.cases.stored import answer, library
+
+    model = attached("llama")
+    document = [" ".join(f"word{n}" for n in range(40))]
+    store = RangeStore(local=True)
+    with library(model, TieredStore(Pool(), store)) as kv:
+        kv(document, "why?")
+    right = dict(store.entries)
+    (key,) = kv.keys(document)
+    store.gate = failing_from(store, 2, [key], lambda data: bytes([data[0] ^ 1]) + data[1:])
+    kv = library(model, TieredStore(Pool(), store))
+    kv.pipeline.whole_bytes, kv.pipeline.piece_bytes = 0, 1
+    inputs = kv(document, "why?")
+    answer(model, inputs["input_ids"], inputs.cache, attention_mask=inputs["attention_mask"])
+    assert inputs.report.misses == {"checksum": len(inputs.cache.chunks[0][1])}
+    assert key not in store.entries
+    assert sum(inputs.report.loaded.values()) == inputs.report.reused_tokens
+    stats = kv.pool.stats
+    assert (stats.misses, stats.damaged) == (1, {store.url: 1})
+    store.gate = None
+    again = kv(document, "why?").report
+    assert again.prefilled_tokens == len(inputs.cache.chunks[0][1])
+    assert store.entries == right
