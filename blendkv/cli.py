@@ -12,11 +12,13 @@ from blendkv._console import print_json, print_table, work
 from blendkv._options import MODEL_HELP, Device, Dtype, Json, load, one_of
 from blendkv.cli_bench import bench
 from blendkv.cli_bench_loading import loading
+from blendkv.cli_bench_serving import fairness, gateway
 from blendkv.cli_bench_stores import eviction, stores
 from blendkv.cli_calibrate import calibrate
 from blendkv.cli_codec import profile
 from blendkv.cli_precompute import precompute
 from blendkv.cli_quality import check_prompts, make_suggestion, print_suggestion, read_selectors
+from blendkv.cli_serve import serve
 from blendkv.cli_stores import evict, inspect, ls, verify_store
 
 if TYPE_CHECKING:
@@ -34,7 +36,9 @@ main.command()(profile)
 bench.command()(stores)
 bench.command()(eviction)
 bench.command()(loading)
-for _command in (precompute, calibrate, ls, inspect, evict, verify_store):
+bench.command()(fairness)
+bench.command()(gateway)
+for _command in (precompute, calibrate, ls, inspect, evict, verify_store, serve):
     main.command()(_command)
 
 

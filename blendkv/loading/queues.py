@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
-QUANTUM_BYTES = 1 << 20
-LEAD = 8
+QUANTUM_BYTES = 4 << 20
+"""Of a turn: some pieces, which a light client may need at once (`blendkv bench fairness`)."""
+USUAL_BYTES = 1 << 20
+"""Of a piece whose size is not known."""
+LEAST_BYTES = 64 << 10
+"""What a piece counts for at least: the way there and back takes as long as some bytes do."""
+LEAD = 16
 
 
 class Piece:
@@ -132,23 +137,27 @@ class DeficitQueue:
     Clients take turns. A turn gives `quantum` bytes of credit, and a client whose credit is used up waits for its next
     turn, so that all get the same bytes however large their pieces are (Shreedhar and Varghese, 1996). A client with
     nothing waiting so far goes in front of those that have had turns, as in FQ-CoDel (RFC 8290): one piece of a light
-    client waits for a slot, not for a round. It stays in the round until its next turn even if it has nothing left, so
-    that coming and going earns no credit; and after `lead` pieces of newcomers in a row somebody of the round is
-    served, so that newcomers without end starve nobody.
+    client waits for a slot, not for a round; and so do the next ones, until it has had a turn's bytes. It then stays in
+    the round until its next turn even if it has nothing left, so that coming and going earns a turn's bytes a round at
+    most. After `lead` pieces of newcomers in a row somebody of the round is served, so that newcomers without end
+    starve nobody.
 
     Args:
         quantum: bytes of a turn.
+        least: bytes that a piece counts for at least. Without it a client with thousands of tiny pieces would have a
+            turn of thousands.
         lead: most pieces of newcomers that go in front, one after the other.
     """
 
-    def __init__(self, quantum: int = QUANTUM_BYTES, lead: int = LEAD) -> None:
-        if quantum < 1 or lead < 1:
-            raise ValueError(f"quantum={quantum}, lead={lead}: give positive numbers")
-        self._quantum, self._lead = quantum, lead
+    def __init__(self, quantum: int = QUANTUM_BYTES, least: int = LEAST_BYTES, lead: int = LEAD) -> None:
+        if quantum < 1 or least < 1 or lead < 1:
+            raise ValueError(f"quantum={quantum}, least={least}, lead={lead}: give positive numbers")
+        self._quantum, self._least, self._lead = quantum, least, lead
         self._pieces: dict[Hashable, dict[Piece, None]] = {}
         self._credit: dict[Hashable, int] = {}
-        self._new: deque[Hashable] = deque()
-        self._round: deque[Hashable] = deque()
+        self._new: OrderedDict[Hashable, None] = OrderedDict()
+        self._round: OrderedDict[Hashable, None] = OrderedDict()
+        self._left: set[Hashable] = set()  # of the round: with nothing waiting, and credit left of the first turn
         self._waiting = self._led = 0
 
     def __len__(self) -> int:
@@ -159,7 +168,11 @@ class DeficitQueue:
         client = piece.client
         if client not in self._pieces:
             self._pieces[client], self._credit[client] = {}, self._quantum
-            self._new.append(client)
+            self._new[client] = None
+        elif client in self._left:
+            self._left.remove(client)
+            del self._round[client]
+            self._new[client] = None
         self._pieces[client][piece] = None
         self._waiting += 1
 
@@ -173,25 +186,27 @@ class DeficitQueue:
                 self._led = 0
             new = bool(self._new) and self._led < self._lead
             line = self._new if new else self._round
-            client = line[0]
+            client = next(iter(line))
             if self._credit[client] <= 0:
                 self._credit[client] += self._quantum
-                line.popleft()
-                self._round.append(client)
+                del line[client]
+                self._round[client] = None
                 broke += 1
                 if broke > len(self._pieces):
                     self._skip()
                     broke = 0
             elif not self._pieces[client]:
-                line.popleft()
+                del line[client]
                 if new and self._round:
-                    self._round.append(client)
+                    self._round[client] = None
+                    self._left.add(client)
                 else:
+                    self._left.discard(client)
                     del self._pieces[client], self._credit[client]
             else:
                 piece = _first(self._pieces[client])
                 self._waiting -= 1
-                self._credit[client] -= piece.cost
+                self._credit[client] -= max(piece.cost, self._least)
                 self._led = self._led + 1 if new else 0
                 return piece
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, TypeVar
 
-from blendkv.loading.queues import DEFAULT_POLICY, Piece, PieceQueue, get_queue
+from blendkv.loading.queues import DEFAULT_POLICY, USUAL_BYTES, Piece, PieceQueue, get_queue
 
 T = TypeVar("T")
 SLOTS = 8
@@ -71,7 +71,7 @@ class TransferScheduler:
         self._closed = False
 
     def submit(
-        self, client: Hashable, fn: Callable[..., T], /, *args: Any, cost_bytes: int = 1, **kwargs: Any
+        self, client: Hashable, fn: Callable[..., T], /, *args: Any, cost_bytes: int = USUAL_BYTES, **kwargs: Any
     ) -> Future[T]:
         """Hands in a piece of work.
 
@@ -79,7 +79,7 @@ class TransferScheduler:
             client: whose it is: a request, a tenant. Pieces of one client begin in the order they were submitted.
             fn: does it; what it returns or raises is in the future.
             *args: of `fn`.
-            cost_bytes: about how many bytes it moves.
+            cost_bytes: about how many bytes it moves; 1 MiB if that is not known.
             **kwargs: of `fn`.
 
         Returns:
@@ -224,7 +224,7 @@ class Lane:
         self._lock = threading.Lock()
         self._futures: set[Future[Any]] = set()
 
-    def submit(self, fn: Callable[..., T], /, *args: Any, cost_bytes: int = 1, **kwargs: Any) -> Future[T]:
+    def submit(self, fn: Callable[..., T], /, *args: Any, cost_bytes: int = USUAL_BYTES, **kwargs: Any) -> Future[T]:
         """Hands in a piece of work (`TransferScheduler.submit`)."""
         future = self._scheduler.submit(self.client, fn, *args, cost_bytes=cost_bytes, **kwargs)
         with self._lock:

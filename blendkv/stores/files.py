@@ -21,6 +21,7 @@ ABANDONED_S = 900
 _SAFE = os.O_CLOEXEC | os.O_NOFOLLOW
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | _SAFE
 _ENTRY = os.O_RDONLY | os.O_NONBLOCK | _SAFE
+_AT_ONCE: int | None = getattr(os, "RWF_NOWAIT", None)
 _FAULTS = {
     errno.ENOENT: "",
     errno.ENOSPC: "full",
@@ -151,6 +152,16 @@ class DiskSource:
     def read(self, start: int, length: int) -> bytes:
         """Bytes `[start, start + length)`, or fewer at the end."""
         return read_range(self._fd, start, min(start + length, self.size))
+
+    def read_at_once(self, start: int, length: int) -> bytearray | None:
+        """Those bytes if the system has all of them in memory, and None if a disk must be waited for, or who knows."""
+        if _AT_ONCE is None or start + length > self.size:
+            return None
+        data = bytearray(length)
+        try:
+            return data if os.preadv(self._fd, [data], start, _AT_ONCE) == length else None
+        except OSError:
+            return None
 
     def close(self) -> None:
         """Lets go of the file; once more is fine."""

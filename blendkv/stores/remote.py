@@ -20,7 +20,8 @@ from blendkv.stores.keys import is_key, key_of, place_of
 from blendkv.stores.patience import Patience
 from blendkv.stores.urls import shown
 
-READ_ONLY = frozenset({"http", "https", "hf"})
+_HTTP = frozenset({"http", "https"})
+READ_ONLY = _HTTP | {"hf"}
 _BUCKETS = frozenset({"s3", "s3a", "gs", "gcs"})
 _WHOLE = _BUCKETS | {"abfs", "abfss", "az", "memory"}
 """Where an object is written whole or not at all."""
@@ -35,11 +36,12 @@ class RemoteStore:
 
     Args:
         url: `s3://bucket/folder`, `https://host/folder`, `hf://datasets/name/folder`, `memory://folder`, ...; HTTP and
-            the hub are read only.
+            the hub are read only, but for gateways (`blendkv serve`).
         timeout: most seconds for a read, outside of any deadline.
         put_timeout: most seconds for a put or a listing.
         calls: most calls under way.
-        **options: of the file system, such as `key`, `secret`, `endpoint_url` for S3.
+        **options: of the file system, such as `key`, `secret`, `endpoint_url` for S3, `token` for HTTP (or
+            `$BLENDKV_TOKEN`: `blendkv.stores.http.token_for`).
 
     Attributes:
         read_only: whether puts are refused.
@@ -56,13 +58,17 @@ class RemoteStore:
         self.url, self.stats = shown(url), StoreStats()
         self._timeout, self._put_timeout = timeout, put_timeout
         self.local = scheme in ("memory", "file", "local")
-        self.read_only, self._whole = scheme in READ_ONLY, scheme in _WHOLE
+        self.read_only, self._whole = scheme in READ_ONLY, scheme in _WHOLE or scheme in _HTTP
         self._breaker, self._patience = Breaker(), Patience(calls)
         try:
-            settings = {**_patient(scheme, timeout), **options, "skip_instance_cache": True}
-            self._fs, self._root = url_to_fs(url, use_listings_cache=False, **settings)
+            if scheme in _HTTP:
+                self._fs, self._root = _http(url, {"patience": timeout, "put_patience": put_timeout, **options})
+            else:
+                settings = {**_patient(scheme, timeout), **options, "skip_instance_cache": True}
+                self._fs, self._root = url_to_fs(url, use_listings_cache=False, **settings)
         except ImportError as error:
-            extra = "pip install 'blendkv[s3]'" if scheme in ("s3", "s3a", "http", "https") else "install it"
+            extra = {"s3": "s3", "s3a": "s3", "http": "serve", "https": "serve"}.get(scheme)
+            extra = f"pip install 'blendkv[{extra}]'" if extra else "install it"
             raise StoreError(f"{self.url} needs a package that is not there ({error}): {extra}") from error
         except Exception as error:  # some file systems connect here
             raise StoreError(f"{self.url} cannot be opened: {error}; look at host, network and settings") from error
@@ -70,6 +76,10 @@ class RemoteStore:
             self._fs.retries = 1  # botocore does that
         self._root = self._root.rstrip("/")
         self._probe(scheme)
+        if scheme in _HTTP:
+            with suppress(Exception):
+                self._patience.call(lambda: self._fs.greet(self._root), max(self._timeout, 5.0))
+            self.read_only = "PUT" not in self._fs.allowed
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes | None:
         """Bytes `[start, stop)` of an entry, or None; one ranged request."""
@@ -212,6 +222,8 @@ class RemoteStore:
         except PermissionError as error:
             raise StoreError(f"{self.url} refuses ({error}); look at key, secret and the bucket's policy") from error
         except Exception as error:
+            if scheme in _HTTP and fault_of(error) == "denied":
+                raise StoreError(f"{self.url} refuses: give its token with token=... or $BLENDKV_TOKEN") from None
             raise StoreError(
                 f"{self.url} does not answer ({type(error).__name__}: {error}); look at host, endpoint_url and network"
             ) from error
@@ -266,8 +278,12 @@ def _patient(scheme: str, timeout: float) -> dict[str, Any]:
         retries = {"max_attempts": 1}
         config = {"connect_timeout": min(timeout, 2.0), "read_timeout": timeout, "retries": retries}
         return {"config_kwargs": config, "max_concurrency": 1}
-    if scheme in ("http", "https"):
-        from aiohttp import ClientTimeout
-
-        return {"client_kwargs": {"timeout": ClientTimeout(sock_connect=min(timeout, 2.0), sock_read=timeout)}}
     return {}
+
+
+def _http(url: str, options: dict[str, Any]) -> tuple[Any, str]:
+    """A file system of HTTP, with its token, and its root."""
+    from blendkv.stores.http import HttpFiles, token_for
+
+    options.setdefault("token", token_for(url))
+    return HttpFiles(**options, skip_instance_cache=True), url

@@ -1,5 +1,6 @@
 """Who is next: bytes are shared, light clients go first, nobody starves, nothing is lost."""
 
+import itertools
 import random
 from collections import Counter, deque
 
@@ -82,7 +83,7 @@ def test_deficit_is_within_a_round_of_the_paper():
     draw = random.Random(0)
     pieces = [Piece(client, draw.randint(1, 1 << 20)) for client in range(5) for _ in range(400)]
     draw.shuffle(pieces)
-    ours = DeficitQueue()
+    ours = DeficitQueue(quantum=1 << 20, least=1)
     for piece in pieces:
         ours.push(piece)
     mine, theirs = Counter(), Counter()
@@ -104,18 +105,36 @@ def test_a_newcomer_goes_before_those_who_had_turns():
     assert queue.pop().client == "light"
 
 
-def test_coming_and_going_earns_no_credit():
-    """One that always has one large piece waiting, and never two, gets no more than one that has many."""
-    queue, served = DeficitQueue(), Counter()
+@pytest.mark.parametrize("size", [1 << 20, 3 << 20, 8 << 20])
+@pytest.mark.parametrize("pause", [0, 1])
+def test_coming_and_going_earns_little(size, pause):
+    """One that never has two pieces waiting gets as much as one that always has many; if sometimes none, little more.
+
+    (One that is forgotten when it has nothing waiting gets three times as much.)
+    """
+    queue, served, again = DeficitQueue(), Counter(), deque([0])
     for _ in range(1000):
         queue.push(Piece("many", 1 << 20))
-    queue.push(Piece("one", 8 << 20))
-    for _ in range(400):
+    for turn in range(400):
+        if again and again[0] <= turn:
+            again.popleft()
+            queue.push(Piece("one", size))
         piece = queue.pop()
         served[piece.client] += piece.cost
         if piece.client == "one":
-            queue.push(Piece("one", 8 << 20))
-    assert abs(served["one"] - served["many"]) <= 2 * (8 << 20)
+            again.append(turn + 1 + pause)
+    assert served["one"] <= (1.5 if pause else 1.0) * served["many"] + 2 * (8 << 20)
+    assert pause or served["many"] - served["one"] <= 2 * (8 << 20)
+
+
+def test_tiny_pieces_are_no_long_turn():
+    queue = DeficitQueue()
+    for client in ("tiny", "other"):
+        for _ in range(1000):
+            queue.push(Piece(client, 1))
+    order = [queue.pop().client for _ in range(640)]
+    assert 256 <= order.count("other") <= 384
+    assert max(len(list(run)) for _, run in itertools.groupby(order)) <= (4 << 20) // (64 << 10)
 
 
 def test_newcomers_without_end_starve_nobody():
@@ -138,7 +157,7 @@ def test_clients_that_went_away_are_forgotten():
 
 
 def test_a_piece_of_very_many_quanta_takes_no_loop_of_that_length():
-    queue = DeficitQueue(quantum=1)
+    queue = DeficitQueue(quantum=1, least=1)
     for client in "ab":
         queue.push(Piece(client, 1 << 62))
         queue.push(Piece(client, 1))
