@@ -1,0 +1,1 @@
+"""The road from a store to the layer that needs the bytes."""
