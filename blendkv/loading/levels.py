@@ -1,0 +1,137 @@
+"""How several levels of one chunk lie in a store: one chunk file each, under a key made of the chunk's.
+
+A chunk's key says nothing of a codec, so a level has a key of its own: SHA-256 over length-framed fields, the chunk's key
+and what the head of the file says of its codec. Whoever reads a file can compute it again, and whoever knows a chunk's
+key can ask for a level without a list. A file with two streams (base and refinement) is one entry: its base is a prefix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from dataclasses import dataclass
+
+from blendkv.chunk import ChunkCache, framed
+from blendkv.chunkfile import encode_chunk
+from blendkv.codecs import Codec, codec_class
+from blendkv.container import Header
+from blendkv.stores.base import Store
+
+_DOMAIN = b"blendkv level 1"
+ASKING = 8
+"""Sizes that are asked for at once."""
+
+
+def level_key(key: str, codec: Codec) -> str:
+    """The key under which a chunk lies as a codec writes it: 64 hex digits.
+
+    Args:
+        key: of the chunk (`ChunkCache.key`, or `keyed` with a tenant's secret: then nobody else can compute either).
+        codec: with its level, streams and profile.
+    """
+    return _key(key, codec.name, codec.level, chosen_streams(codec), codec.profile_hash)
+
+
+def level_key_of(key: str, header: Header) -> str:
+    """The same from the head of a file."""
+    chooses = hasattr(codec_class(header.codec), "max_streams")
+    return _key(key, header.codec, header.level, header.arrangement.streams if chooses else 0, header.profile_hash)
+
+
+def chosen_streams(codec: Codec) -> int:
+    """Streams of a codec that is told how many to write (`klt`); 0 of one that always writes as many."""
+    return int(getattr(codec, "streams", 1)) if hasattr(codec, "max_streams") else 0
+
+
+def _key(key: str, name: str, level: int, streams: int, profile: str) -> str:
+    fields = [_DOMAIN, key.encode(), name.encode(), struct.pack("<hB", level, streams), profile.encode()]
+    return hashlib.sha256(framed(fields)).hexdigest()
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level of one chunk in a store.
+
+    Attributes:
+        name: for people, such as `klt@4` or `klt@0+2` (two streams).
+        codec: that wrote it.
+        chunk: the chunk's key.
+        nbytes: of the file; None if it is not there.
+    """
+
+    name: str
+    codec: Codec
+    chunk: str
+    nbytes: int | None = None
+
+    @property
+    def key(self) -> str:
+        """Of its entry."""
+        return level_key(self.chunk, self.codec)
+
+
+def name_of(codec: Codec) -> str:
+    """A level's name for people."""
+    if not codec.profile_hash and codec.level == 0:
+        return codec.name
+    streams = chosen_streams(codec)
+    return f"{codec.name}@{codec.level}" + (f"+{streams}" if streams > 1 else "")
+
+
+def write_levels(
+    store: Store,
+    chunk: ChunkCache,
+    codecs: Iterable[Codec],
+    *,
+    key: str | None = None,
+    secret: bytes | None = None,
+    key_id: bytes = b"",
+) -> list[Level]:
+    """Encodes a chunk at several levels and puts them into a store.
+
+    Args:
+        store: that is to keep them.
+        chunk: exact; every level is made of it.
+        codecs: one for each level.
+        key: of the chunk; None: its own.
+        secret: seals the files.
+        key_id: of the secret.
+
+    Returns:
+        A level for each codec; without a size where the store did not keep it.
+
+    Raises:
+        ValueError: for a chunk that a codec refuses.
+    """
+    written = []
+    for codec in codecs:
+        data = encode_chunk(chunk, codec, secret=secret, key_id=key_id)
+        level = Level(name_of(codec), codec, key or chunk.key, len(data))
+        kept = store.put(level.key, data)
+        written.append(level if kept else Level(level.name, codec, level.chunk))
+    return written
+
+
+def find_levels(store: Store, keys: Sequence[str], codecs: Sequence[Codec]) -> list[list[Level]]:
+    """What there is of chunks, with sizes; several questions under way at a time, within the deadline around.
+
+    Args:
+        store: to ask.
+        keys: of chunks.
+        codecs: levels that may be there.
+
+    Returns:
+        For each chunk its levels that are there, in the order of the codecs.
+    """
+    wanted = [Level(name_of(codec), codec, key) for key in keys for codec in codecs]
+    if not wanted:
+        return [[] for _ in keys]
+    with ThreadPoolExecutor(ASKING, "blendkv-levels") as pool:
+        asked = [pool.submit(copy_context().run, store.size, level.key) for level in wanted]
+        sizes = [future.result() for future in asked]
+    there = [Level(level.name, level.codec, level.chunk, size) for level, size in zip(wanted, sizes, strict=True)]
+    count = len(codecs)
+    return [[one for one in there[i * count : (i + 1) * count] if one.nbytes] for i in range(len(keys))]
