@@ -12,12 +12,12 @@ import struct
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from blendkv.chunk import ChunkCache, framed
 from blendkv.chunkfile import encode_chunk
 from blendkv.codecs import Codec, codec_class
-from blendkv.container import Header
+from blendkv.container import Header, read_head
 from blendkv.stores.base import Store
 
 _DOMAIN = b"blendkv level 1"
@@ -60,12 +60,14 @@ class Level:
         codec: that wrote it.
         chunk: the chunk's key.
         nbytes: of the file; None if it is not there.
+        base_bytes: of its beginning that is usable alone, where it has two streams and that is known.
     """
 
     name: str
     codec: Codec
     chunk: str
     nbytes: int | None = None
+    base_bytes: int | None = None
 
     @property
     def key(self) -> str:
@@ -109,10 +111,19 @@ def write_levels(
     written = []
     for codec in codecs:
         data = encode_chunk(chunk, codec, secret=secret, key_id=key_id)
-        level = Level(name_of(codec), codec, key or chunk.key, len(data))
+        level = Level(name_of(codec), codec, key or chunk.key, len(data), base_bytes(data))
         kept = store.put(level.key, data)
-        written.append(level if kept else Level(level.name, codec, level.chunk))
+        written.append(level if kept else replace(level, nbytes=None))
     return written
+
+
+def base_bytes(data: bytes) -> int | None:
+    """Bytes of a chunk file until the end of its base; None if it has no other stream."""
+    head = read_head(data)
+    header = head.header
+    if header.arrangement.streams == 1:
+        return None
+    return len(data) - sum(head.lengths[header.segments_of(header.units - 1, 0).stop :])
 
 
 def find_levels(store: Store, keys: Sequence[str], codecs: Sequence[Codec]) -> list[list[Level]]:
@@ -132,6 +143,6 @@ def find_levels(store: Store, keys: Sequence[str], codecs: Sequence[Codec]) -> l
     with ThreadPoolExecutor(ASKING, "blendkv-levels") as pool:
         asked = [pool.submit(copy_context().run, store.size, level.key) for level in wanted]
         sizes = [future.result() for future in asked]
-    there = [Level(level.name, level.codec, level.chunk, size) for level, size in zip(wanted, sizes, strict=True)]
+    there = [replace(level, nbytes=size) for level, size in zip(wanted, sizes, strict=True)]
     count = len(codecs)
     return [[one for one in there[i * count : (i + 1) * count] if one.nbytes] for i in range(len(keys))]
