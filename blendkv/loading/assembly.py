@@ -166,7 +166,8 @@ class Assembly:
             return _less([(0, self.head_bytes)], self._came)
         starts = self.starts
         wanted = range(len(self._there)) if numbers is None else numbers
-        return _joined([(int(starts[n]), int(starts[n + 1])) for n in wanted if not self._there[n]])
+        lacking = _joined([(int(starts[n]), int(starts[n + 1])) for n in wanted if not self._there[n]])
+        return _less(lacking, self._came)
 
     # -- what is usable -----------------------------------------------------------------------------------------------
 
