@@ -38,8 +38,8 @@ def best(
 ) -> Best:
     """The least loss with which a target can be kept, by a program over all choices of level or text for each chunk.
 
-    It is generous, so that no policy can do better: the link needs one latency for everything, the processor never waits
-    for the link but for the last decoding, and costs are rounded down to a grid.
+    It is generous, so that no policy can do better: the link needs one latency for everything, the processor never
+    waits for the link but for the last decoding, and costs are rounded down to a grid.
 
     Args:
         items: chunks.

@@ -72,15 +72,16 @@ def simulate(
             text_s += seconds if work.rung is None else 0.0
             worked = now + seconds
         if stream.finished:
-            return Outcome(
-                now + after_s, stream.loss, stream.chosen, stream.brought, stream.switched, text_s
-            )
+            return Outcome(now + after_s, stream.loss, stream.chosen, stream.brought, stream.switched, text_s)
         at = min(due, worked, stream.policy.wake(stream, now))
         if at <= now and at not in (due, worked):
             at = min(due, worked, now + 1e-4 * max(target_s, 1e-9))
         if at == math.inf or at > horizon_s:
             return Outcome(math.inf, math.inf, stream.chosen, stream.brought, stream.switched, text_s)
         now = at
+        if worked <= now:
+            worked = math.inf
+            stream.worked(now)
         if due <= now:
             if stream.under_way is not None:
                 stream.came(now, asked)
@@ -88,6 +89,3 @@ def simulate(
         elif stream.under_way is not None and not stream.still_wanted(now):
             due, asked = math.inf, 0  # a connection that is closed delivers nothing more
             stream.link.dropped(now)
-        if worked <= now:
-            worked = math.inf
-            stream.worked(now)

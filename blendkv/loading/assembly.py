@@ -1,8 +1,8 @@
-"""One chunk file put together from ranges that come in any order, each segment checked on arrival; what is there is used.
+"""One chunk file put together from ranges in any order, each segment checked on arrival; what is there is used.
 
-A segment's address is its number, which stands for stream, unit, part and group (docs/format.md), and its checksum is in
-the head. So whoever joins them needs no order: base before refinements, single refinements before their base, or half of
-it from another source.
+A segment's address is its number, which stands for stream, unit, part and group (docs/format.md), and its checksum is
+in the head. So whoever joins them needs no order: base before refinements, single refinements before their base, or
+half of it from another source.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Assembly:
         return self._there is not None and bool(self._there[number])
 
     def missing(self, numbers: Sequence[int] | range | None = None) -> list[tuple[int, int]]:
-        """Ranges of bytes that are not there, of some segments or of all; before the head has come those of the head."""
+        """Ranges of bytes that are not there, of some segments or of all; before the head has come, of the head."""
         if self._there is None:
             return _less([(0, self.head_bytes)], self._came)
         starts = self.starts
@@ -203,10 +203,10 @@ class Assembly:
         return least
 
     def usable(self) -> ChunkCache | None:
-        """The chunk as far as it has come: its first tokens, each layer with as many streams as are there; None if none.
+        """The chunk as far as it has come: its first tokens, each layer with the streams that are there; None if none.
 
-        A chunk's keys and values do not depend on tokens behind them, so its first tokens are a chunk themselves, with a
-        key of their own. Layers whose refinement has come are refined, others are not.
+        A chunk's keys and values do not depend on tokens behind them, so its first tokens are a chunk themselves, with
+        a key of their own. Layers whose refinement has come are refined, others are not.
 
         Raises:
             ChunkFileError: for bytes that no encoder writes, or if layer 0 was left out of the file.
@@ -241,12 +241,10 @@ class Assembly:
             for number in header.segments_of(unit, stream)
             if (number - header.segments_of(unit, stream).start) % whole < groups
         ]
-        segments = [memoryview(self._data[self.starts[n] : self.starts[n + 1]]) for n in numbers]
+        segments = [self._data[self.starts[n] : self.starts[n + 1]].data for n in numbers]
         layers = header.layers_of(unit)
         shapes = [header.layers[layer] for layer in layers]
-        keys, values = file.codec.decode_unit(
-            layers.start, shapes, tokens, DTYPES[header.dtype], segments, streams
-        )
+        keys, values = file.codec.decode_unit(layers.start, shapes, tokens, DTYPES[header.dtype], segments, streams)
         device = self._settings["device"]
         for shape, k, v in zip(shapes, keys, values, strict=True):
             if k.shape != (shape.heads, tokens, shape.key_dim) or v.shape != (shape.heads, tokens, shape.value_dim):
@@ -263,14 +261,14 @@ class Assembly:
         """
         if not self._covers(start, start + length):
             raise OSError(f"bytes [{start}, {start + length}) have not all come")
-        return memoryview(self._data[start : start + length])
+        return self._data[start : start + length].data
 
     def _open(self) -> bool:
         self._head_is_wrong = False
         if not self._covers(0, PRELUDE.size):
             return False
         try:
-            parse_prelude(memoryview(self._data[: PRELUDE.size]), self.size)
+            parse_prelude(self._data[: PRELUDE.size].data, self.size)
             if not self._covers(0, self.head_bytes):
                 return False
             front = _Front(self)
@@ -320,7 +318,7 @@ class Assembly:
 
 
 class _Front:
-    """An assembly as a source; while its head is read, what was not written yet may be read too, and is not looked at."""
+    """An assembly as a source; while its head is read, what has not come may be read too, and is not looked at."""
 
     def __init__(self, assembly: Assembly) -> None:
         self._assembly, self.size, self.opening = assembly, assembly.size, True
@@ -328,7 +326,7 @@ class _Front:
     def read(self, start: int, length: int) -> memoryview:
         if not self.opening:
             return self._assembly.read(start, length)
-        return memoryview(self._assembly._data[start : start + length])
+        return self._assembly._data[start : start + length].data
 
 
 def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

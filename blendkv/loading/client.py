@@ -1,4 +1,4 @@
-"""A stream in real time: one thread brings bytes from stores, the caller's decodes and recomputes, and a policy decides."""
+"""A stream in real time: one thread brings bytes, the caller's decodes and recomputes, and a policy decides."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ class Told:
 class Handover:
     """Stores that should have the same entries, the preferred one first; one is asked until it fails, then the next.
 
-    What a source gives is not trusted: who joins the pieces compares checksums, and says so (`blame`) if they are wrong.
-    For one thread.
+    What a source gives is not trusted: who joins the pieces compares checksums, and says so (`blame`) if they are
+    wrong. For one thread.
 
     Args:
         stores: sources; the first that answers is kept to.
@@ -102,8 +102,11 @@ class Handover:
         return None
 
     def blame(self, *sources: int) -> None:
-        """What these gave, together if there are several, was wrong. One that is alone with it has lied; of several it is
-        not known who did, so another one goes on, and the next time it will be."""
+        """What these gave, together if there are several, was wrong.
+
+        One that is alone with it has lied; of several it is not known who did: another one goes on, and the next time
+        it will be known.
+        """
         now = self._clock.now()
         for source in sources:
             self.told.lies[source] += len(sources) == 1

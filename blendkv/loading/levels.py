@@ -1,8 +1,9 @@
 """How several levels of one chunk lie in a store: one chunk file each, under a key made of the chunk's.
 
-A chunk's key says nothing of a codec, so a level has a key of its own: SHA-256 over length-framed fields, the chunk's key
-and what the head of the file says of its codec. Whoever reads a file can compute it again, and whoever knows a chunk's
-key can ask for a level without a list. A file with two streams (base and refinement) is one entry: its base is a prefix.
+A chunk's key says nothing of a codec, so a level has a key of its own: SHA-256 over length-framed fields, the chunk's
+key and what the head of the file says of its codec. Whoever reads a file can compute it again, and whoever knows a
+chunk's key can ask for a level without a list. A file with two streams (base and refinement) is one entry: its base is
+a prefix.
 """
 
 from __future__ import annotations

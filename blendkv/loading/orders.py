@@ -1,9 +1,9 @@
 """In which order the pieces of progressive chunk files are sent, so that what has come by a deadline is worth most.
 
 `sequential` sends chunk by chunk. `base-first` sends the base (or anchors) of all chunks, then their refinements (or
-deltas): after a fraction of the bytes every chunk is usable. `refinements-first` sends single refinements, each with the
-address of its group, and the bases last: only then is anything usable, all of it in full. It was proposed for links so
-slow that one would rather send little of much; `blendkv bench streaming` measures what each is worth.
+deltas): after a fraction of the bytes every chunk is usable. `refinements-first` sends single refinements, each with
+the address of its group, and the bases last: only then is anything usable, all of it in full. It was proposed for links
+so slow that one would rather send little of much; `blendkv bench streaming` measures what each is worth.
 """
 
 from __future__ import annotations

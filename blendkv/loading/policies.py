@@ -120,11 +120,12 @@ class InOrder:
 class Adaptive:
     """The link from the front, the processor from the back, each as far as the other does not come in time.
 
-    Before every chunk, and again after every piece of it, all chunks that are missing are planned at each level: the link
-    brings them in order at the rate that it can be counted on for, and the processor recomputes from the last one on. The
-    least lossy level is taken with which the plan keeps the target. If nothing is known of the link, the smallest level
-    is asked for, since it can be improved later: what time is left when everything has come goes into better levels.
-    A level is given up for a smaller one when the plan no longer holds.
+    Before every chunk all chunks that are missing are planned at each level: the link brings them in order, and the
+    processor recomputes from the last one on. The least lossy level is taken with which the target is kept at the
+    expected rate, and is kept at the rate that can be counted on if all chunks after this one have the smallest level.
+    The latter is asked again after every piece: a level is given up for a smaller one when it no longer holds. If
+    nothing is known of the link, the smallest level is asked for, since it can be improved: time that is left when
+    everything has come goes into better levels.
 
     The processor begins with text when the link alone would not bring every chunk well enough in time, and whenever it
     must: so late that all that is missing can just be recomputed. A prompt is then never later than `LATEST` times
@@ -153,7 +154,7 @@ class Adaptive:
         return self._better(stream, now, stream.link.expected(now))
 
     def go_on(self, stream: Stream, now: float) -> bool:
-        """Whether what is under way still comes in time, or nothing smaller than what is left of it is there instead."""
+        """Whether what is under way still comes in time, or there is nothing smaller than what is left of it."""
         load, rate = stream.under_way, stream.link.estimate(now)
         if load is None or rate is None:
             return load is not None
@@ -184,7 +185,10 @@ class Adaptive:
     def _safe(self, stream: Stream, now: float, missing: list[int], rung: Rung, rate: float) -> bool:
         """Whether the target is kept with a level for the first chunk, if the link is slow and the rest gives way."""
         smallest = self._rungs(stream, missing[0])[-1]
-        return self._plan(stream, now, missing, rung, smallest, rate) <= self._goal(stream) - self.reserve * stream.target_s
+        return (
+            self._plan(stream, now, missing, rung, smallest, rate)
+            <= self._goal(stream) - self.reserve * stream.target_s
+        )
 
     def _better(self, stream: Stream, now: float, rate: float | None) -> Load | None:
         """The improvement that gains most for its bytes, of those that come in time."""
@@ -233,7 +237,8 @@ class Adaptive:
 
     def wake(self, stream: Stream, now: float) -> float:
         """When text must be begun, or a little later, to see whether the link stands still."""
-        return max(now, min(self._must_begin(stream, now), now + 0.02 * stream.text_s))
+        look = now + 0.02 * stream.text_s
+        return look if stream.working is not None else max(now, min(self._must_begin(stream, now), look))
 
     def _overtakes(self, stream: Stream, now: float, rate: float | None) -> bool:
         """Whether what is under way is late, and its text would be there before."""

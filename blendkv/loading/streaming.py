@@ -1,8 +1,8 @@
 """What comes next, over the link and on the processor, so that a prompt's chunks are there in time with little lost.
 
-A `Stream` is the state of one prompt: which level of which chunk has come, what is decoded, what is being recomputed from
-text. It has no clock and moves no bytes: who drives it (`loading.client` in real time, `bench.simulation` in counted
-time) tells it what happened when, and asks what to do. A `Policy` decides, and knows nothing of the future.
+A `Stream` is the state of one prompt: which level of which chunk has come, what is decoded, what is being recomputed
+from text. It has no clock and moves no bytes: who drives it (`loading.client` in real time, `bench.simulation` in
+counted time) tells it what happened when, and asks what to do. A `Policy` decides, and knows nothing of the future.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from blendkv.loading.throughput import Throughput
-
 
 WINDOW = 0.25
 """Share of the target that a look back at the link covers."""
@@ -93,7 +92,10 @@ class Progress:
 class Policy(Protocol):
     """Decides what the link and the processor do."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """For people."""
+        ...
 
     def load(self, stream: Stream, now: float) -> Load | None:
         """What the link brings next; None for nothing."""

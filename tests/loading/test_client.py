@@ -9,8 +9,8 @@ import torch
 from blendkv.bench.bandwidth import Bandwidth
 from blendkv.bench.throttle import Fault, ThrottledStore
 from blendkv.codecs import get_codec
-from blendkv.loading.clocks import RealClock
 from blendkv.loading.client import BASE, StreamClient, Wanted
+from blendkv.loading.clocks import RealClock
 from blendkv.loading.handover import Handover
 from blendkv.loading.levels import write_levels
 from blendkv.loading.policies import Adaptive, FixedLevel, Text
@@ -72,7 +72,7 @@ def test_a_quick_store_gives_every_chunk_and_nothing_is_recomputed(chunks, codec
 def test_a_level_is_what_it_says(chunks, codecs):
     store = RemoteStore(f"memory://{uuid.uuid4().hex}")
     wanted = wanted_of(store, chunks, codecs, text_s=10.0)
-    recompute, done = recomputing(chunks)
+    recompute, _ = recomputing(chunks)
     got = StreamClient(store, FixedLevel("klt@8")).run(wanted, recompute, 20.0)
     assert got.chosen == ("klt@8",) * COUNT
     assert got.loss == pytest.approx(0.1)
