@@ -32,7 +32,7 @@ from blendkv.prefilling import prefill
 from blendkv.stores import RemoteStore
 from blendkv.texts import Passage, digest
 
-LEVELS = (-4, 0, 4, 8, 12, 16)
+LEVELS = (-4, 0, 4, 8, 12)
 """Of `klt`, beside `raw`."""
 CONTEXTS, CONTEXT, CONTINUATION = 16, 512, 64
 """Passages that a profile is made of if none is given: 8,192 tokens."""
@@ -91,13 +91,15 @@ class Levels:
         self, model: PreTrainedModel, tokenizer: Any, codecs: Sequence[Codec], prompts: Sequence[Example]
     ) -> None:
         self.codecs = {name_of(codec): codec for codec in codecs}
-        self.trials, made = [], {}
+        self.trials: list[Trial] = []
         for example in prompts:
             case = lay_out(model, tokenizer, example)
             answer, full = greedy_answer(model, case.ids, STEPS)
             trial = Trial(case, answer, full, full)
             self.trials.append(replace(trial, lossless=trial.logits(case.chunks)))
-        self._model, self._made = model, made
+        self._model = model
+        self._made: dict[tuple[str, str], tuple[ChunkCache, int, float]] = {}
+        self._known: dict[tuple[str, ...], tuple[float, float]] = {}
 
     def coded(self, chunk: ChunkCache, name: str) -> tuple[ChunkCache, int, float]:
         """A chunk through a level's file, the bytes of the file, and seconds of decoding, the least of three."""
@@ -133,25 +135,30 @@ class Levels:
         Args:
             chosen: level of each chunk (or "text", which loses nothing); one for all if there is one.
         """
-        return self._divergence(chosen, lambda trial: trial.lossless)
+        return self._divergences(tuple(chosen))[0]
 
     def loss_from_full(self, chosen: Sequence[str]) -> float:
         """KL from full recompute, likewise: what blending loses is in it."""
-        return self._divergence(chosen, lambda trial: trial.full)
+        return self._divergences(tuple(chosen))[1]
 
     def full_s(self) -> float:
         """Seconds of a full recompute of the first prompt."""
         case = self.trials[0].case
         return _least(lambda: greedy_answer(case.model, case.ids, 1), 2)[0]
 
-    def _divergence(self, chosen: Sequence[str], reference: Callable[[Trial], torch.Tensor]) -> float:
-        found = []
-        for trial in self.trials:
-            head, *chunks = trial.case.chunks
-            names = list(chosen) * len(chunks) if len(chosen) == 1 else chosen
-            made = [c if n == "text" else self.coded(c, n)[0] for c, n in zip(chunks, names, strict=True)]
-            found.append(float(kl_divergence(reference(trial), trial.logits([head, *made])).mean()))
-        return sum(found) / len(found)
+    def _divergences(self, chosen: tuple[str, ...]) -> tuple[float, float]:
+        """From lossless chunks, and from full recompute; measured once."""
+        if chosen not in self._known:
+            found = []
+            for trial in self.trials:
+                head, *chunks = trial.case.chunks
+                names = chosen * len(chunks) if len(chosen) == 1 else chosen
+                made = [c if n == "text" else self.coded(c, n)[0] for c, n in zip(chunks, names, strict=True)]
+                logits = trial.logits([head, *made])
+                found.append([float(kl_divergence(each, logits).mean()) for each in (trial.lossless, trial.full)])
+            first, second = (sum(each) / len(each) for each in zip(*found, strict=True))
+            self._known[chosen] = first, second
+        return self._known[chosen]
 
     def rows(self, prompt: Prompt) -> list[dict[str, Any]]:
         """What each level weighs, costs and loses; `bits` a number, `kl` from lossless chunks."""

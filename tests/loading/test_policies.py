@@ -170,7 +170,7 @@ def test_no_target(target):
         Stream(ITEMS, Text(), target)
 
 
-# -- throughput -----------------------------------------------------------------------------------------------------------
+# -- throughput --
 
 
 def test_throughput_is_cautious_and_falls_while_nothing_comes():
@@ -206,7 +206,7 @@ def test_clocks_that_stand_still_or_go_back_say_nothing():
     assert link.estimate(1.0) is None
 
 
-# -- the oracle -----------------------------------------------------------------------------------------------------------
+# -- the oracle --
 
 
 def test_the_oracle_is_what_trying_everything_finds():
