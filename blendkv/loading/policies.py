@@ -10,6 +10,7 @@ from blendkv.loading.streaming import Load, Rung, Stream
 
 LATEST = 1.1
 """Times the seconds of recomputing everything from text after which no prompt may be."""
+NOTHING = Rung("", 0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -118,126 +119,114 @@ class InOrder:
 
 @dataclass(frozen=True)
 class Adaptive:
-    """The link from the front, the processor from the back, each as far as the other does not come in time.
+    """Something of every chunk first, then better: the link from the front, the processor from the back.
 
-    Before every chunk all chunks that are missing are planned at each level: the link brings them in order, and the
-    processor recomputes from the last one on. The least lossy level is taken with which the target is kept at the
-    expected rate, and is kept at the rate that can be counted on if all chunks after this one have the smallest level.
-    The latter is asked again after every piece: a level is given up for a smaller one when it no longer holds. If
-    nothing is known of the link, the smallest level is asked for, since it can be improved: time that is left when
-    everything has come goes into better levels.
+    As long as chunks are missing, the link brings their smallest level: that insures against whatever comes. Then,
+    before each chunk, all those that lost more than `enough` are planned at each level: the link brings them in order at
+    the rate that is expected, and the processor recomputes from the last one on, which loses nothing. The least lossy
+    level with which all are done by the target is taken, if there is one that the link can bring alone; if not, with
+    text; if that does not do either, what gains most for its bytes. What is under way is given up when it would come too
+    late. With a base and its refinement no byte comes twice; with levels that are files of their own the smallest is a
+    few percent of what follows.
 
     The processor begins with text when the link alone would not bring every chunk well enough in time, and whenever it
-    must: so late that all that is missing can just be recomputed. A prompt is then never later than `LATEST` times
+    must: so late that all that is missing can just be recomputed. A prompt is then never later than `latest` times
     recomputing everything, whatever the link does, and never later than the target if recomputing everything keeps it.
 
     Attributes:
         enough: loss below which nothing more is spent.
         floor: loss above which no level is used, however slow the link.
         latest: times the seconds of recomputing everything.
-        reserve: share of the target that is kept free when a level is chosen.
     """
 
     enough: float = 0.005
     floor: float = math.inf
     latest: float = LATEST
-    reserve: float = 0.1
     name: ClassVar[str] = "adaptive"
 
     # -- the link -----------------------------------------------------------------------------------------------------
 
     def load(self, stream: Stream, now: float) -> Load | None:
-        """The first chunk that is missing, at the level of the plan; or a better level of one that is there."""
-        missing = [i for i in stream.missing() if self._rungs(stream, i)]
-        if missing:
-            return stream.to_load(missing[0], self._best(stream, now, missing))
-        return self._better(stream, now, stream.link.expected(now))
+        """The smallest level of the first chunk that is missing, or a better level of one that is there."""
+        for item in stream.missing():
+            if rungs := self._rungs(stream, item):
+                return stream.to_load(item, min(rungs, key=lambda rung: (stream.left(item, rung), rung.loss)))
+        lossy, rate = self._lossy(stream), stream.link.expected(now)
+        if not lossy or rate is None or rate <= 0:
+            return None
+        return self._better(stream, now, lossy, rate)
 
     def go_on(self, stream: Stream, now: float) -> bool:
-        """Whether what is under way still comes in time, or there is nothing smaller than what is left of it."""
-        load, rate = stream.under_way, stream.link.estimate(now)
-        if load is None or rate is None:
-            return load is not None
-        left = stream.loading_left()
-        if stream.progress[load.item].have is not None or stream.progress[load.item].ready:
-            return now + left / max(rate, 1e-9) + load.rung.decode_s <= self._goal(stream)
-        missing = [load.item, *(i for i in stream.missing() if i != load.item and self._rungs(stream, i))]
-        if self._safe(stream, now, missing, load.rung, rate):
+        """Whether what is under way is missing, or comes in time."""
+        load, rate = stream.under_way, stream.link.expected(now)
+        if load is None:
+            return False
+        progress = stream.progress[load.item]
+        if progress.have is None and not progress.ready:
             return True
-        return stream.left(load.item, self._best(stream, now, missing)) >= left
+        return rate is None or now + stream.loading_left() / max(rate, 1e-9) + load.rung.decode_s <= self._goal(stream)
 
-    def _best(self, stream: Stream, now: float, missing: list[int]) -> Rung:
-        """The level at which the first chunk that is missing is brought."""
-        rungs = self._rungs(stream, missing[0])
-        smallest = min(rungs, key=lambda rung: stream.left(missing[0], rung))
-        rate, cautious, goal = stream.link.expected(now), stream.link.estimate(now), self._goal(stream)
-        if cautious is None or rate is None:
-            return smallest
-        safe = [rung for rung in rungs if self._safe(stream, now, missing, rung, cautious)]
+    def _better(self, stream: Stream, now: float, lossy: list[int], rate: float) -> Load | None:
+        """The improvement of the first chunk that fits with those of all others, or else what gains most for its bytes."""
+        goal = self._goal(stream)
         for alone in (True, False):  # what needs no text goes first, if it is good enough
-            for rung in safe:
+            for rung in self._rungs(stream, lossy[0]):
                 if alone and rung.loss > self.enough:
                     continue
-                if self._plan(stream, now, missing, rung, rung, rate, text=not alone) <= goal:
-                    return rung
-        return smallest
-
-    def _safe(self, stream: Stream, now: float, missing: list[int], rung: Rung, rate: float) -> bool:
-        """Whether the target is kept with a level for the first chunk, if the link is slow and the rest gives way."""
-        smallest = self._rungs(stream, missing[0])[-1]
-        return (
-            self._plan(stream, now, missing, rung, smallest, rate)
-            <= self._goal(stream) - self.reserve * stream.target_s
-        )
-
-    def _better(self, stream: Stream, now: float, rate: float | None) -> Load | None:
-        """The improvement that gains most for its bytes, of those that come in time."""
-        if rate is None or rate <= 0:
-            return None
-        left = self._goal(stream) - now - stream.busy_s(now)
-        found, most = None, 0.0
-        for item, progress in enumerate(stream.progress):
-            now_lost = progress.have.loss if progress.have is not None else 0.0
-            if progress.ready == "text" or now_lost <= self.enough:
-                continue
+                better = [i for i in lossy if stream.alike(i, rung).loss < _lost(stream, i)]
+                if better and self._plan(stream, now, better, rung, rate, text=not alone) <= goal:
+                    return stream.to_load(better[0], stream.alike(better[0], rung))
+        left, found, most = goal - now - stream.busy_s(now), None, 0.0
+        for item in lossy:
             for rung in self._rungs(stream, item):
-                nbytes = stream.left(item, rung)
-                if rung.loss < now_lost and nbytes / rate + rung.decode_s <= left:
-                    gain = (now_lost - rung.loss) / max(1, nbytes)
-                    if gain > most:
-                        found, most = stream.to_load(item, rung), gain
+                nbytes, gain = stream.left(item, rung), _lost(stream, item) - rung.loss
+                if gain / max(1, nbytes) > most and nbytes / rate + rung.decode_s <= left:
+                    found, most = stream.to_load(item, rung), gain / max(1, nbytes)
         return found
 
     # -- the processor ------------------------------------------------------------------------------------------------
 
     def text(self, stream: Stream, now: float) -> int | None:
-        """The last chunk that is missing, if it is time."""
+        """The last chunk that is missing, if it is time; or the last one that lost too much, if there is time."""
         under_way = None if stream.under_way is None else stream.under_way.item
         missing = stream.missing()
         rest = [i for i in missing if i != under_way]
-        must, rate, goal = now >= self._must_begin(stream, now), stream.link.estimate(now), self._goal(stream)
-        if not rest:
+        must = now >= self._must_begin(stream, now)
+        if missing and not rest:
             late = must or self._overtakes(stream, now, stream.link.hoped(now))
-            return under_way if under_way in missing and late else None
-        last = rest[-1]
-        if must or rate is None:
+            return under_way if late else None
+        lossy = [] if missing else [i for i in self._lossy(stream) if i != under_way and stream.progress[i].ready]
+        if not rest and not lossy:
+            return None
+        last = rest[-1] if rest else lossy[-1]
+        rate, goal = stream.link.expected(now), self._goal(stream)
+        if rest and (must or rate is None):
             return last
-        rungs, mean = self._rungs(stream, missing[0]), stream.link.expected(now) or 0.0
-        well = any(
-            rung.loss <= self.enough and self._plan(stream, now, missing, rung, rung, mean, text=False) <= goal
+        if self._well(stream, now, rate or 0.0):
+            return None
+        waits = sum(stream.rungs(i)[-1].decode_s for i in missing if i != last and stream.rungs(i))
+        end = now + stream.busy_s(now) + stream.items[last].text_s + waits  # what comes meanwhile waits for it
+        if end <= goal:
+            return last
+        hoped = stream.link.hoped(now) or 0.0
+        hopeless = not rest or self._plan(stream, now, missing, None, hoped, text=False) > goal
+        return last if rest and hopeless else None
+
+    def _well(self, stream: Stream, now: float, rate: float) -> bool:
+        """Whether the link alone brings every chunk in time with as little loss as is wanted."""
+        wanted = sorted([*stream.missing(), *self._lossy(stream)])
+        rungs = self._rungs(stream, wanted[0]) if wanted else []
+        goal = self._goal(stream)
+        return any(
+            rung.loss <= self.enough and self._plan(stream, now, wanted, rung, rate, text=False) <= goal
             for rung in rungs
         )
-        if well and self._plan(stream, now, missing, rungs[-1], rungs[-1], rate, text=False) <= goal:
-            return None
-        after = sum(stream.rungs(i)[-1].decode_s for i in missing if i != last and stream.rungs(i))
-        end = now + stream.busy_s(now) + stream.items[last].text_s + after  # what comes meanwhile waits for it
-        hoped = stream.link.hoped(now) or 0.0
-        alone = self._plan(stream, now, missing, rungs[-1], rungs[-1], hoped, text=False) if rungs else math.inf
-        return last if end <= goal or alone > goal else None
 
     def wake(self, stream: Stream, now: float) -> float:
         """When text must be begun, or a little later, to see whether the link stands still."""
-        look = now + 0.02 * stream.text_s
+        look, load = now + 0.02 * stream.text_s, stream.under_way
+        if load is not None and stream.progress[load.item].ready:  # what would make it better must not make it later
+            look = max(now, min(look, self._goal(stream) - load.rung.decode_s))
         return look if stream.working is not None else max(now, min(self._must_begin(stream, now), look))
 
     def _overtakes(self, stream: Stream, now: float, rate: float | None) -> bool:
@@ -265,33 +254,40 @@ class Adaptive:
         rungs = stream.rungs(item)
         return list(rungs) if self.floor == math.inf else [rung for rung in rungs if rung.loss <= self.floor]
 
+    def _lossy(self, stream: Stream) -> list[int]:
+        return stream.lossy(self.enough)
+
     def _plan(
-        self, stream: Stream, now: float, missing: list[int], first: Rung, rest: Rung, rate: float, text: bool = True
+        self, stream: Stream, now: float, items: list[int], rung: Rung | None, rate: float, text: bool = True
     ) -> float:
-        """When all chunks are there; infinity for never.
+        """When all of some chunks are there at a level; infinity for never.
 
         Args:
             stream: what is there.
             now: the time.
-            missing: chunks; the link takes the first ones, the processor the last ones.
-            first: level of the first chunk.
-            rest: level of the others, or what is most like it.
+            items: chunks; the link takes the first ones, the processor the last ones.
+            rung: the level, or what is most like it; None: the smallest of each.
             rate: bytes a second.
             text: whether the processor may recompute; as many as let both end soonest.
         """
         busy = now + stream.busy_s(now)
         if rate <= 0:
-            return busy + sum(stream.items[i].text_s for i in missing) if text else math.inf
+            return busy + sum(stream.items[i].text_s for i in items) if text else math.inf
         comes, decode = [now], [0.0]
-        for place, i in enumerate(missing):
-            like = stream.alike(i, rest if place else first)
+        for i in items:
+            like = stream.alike(i, rung) if rung is not None else stream.rungs(i)[-1] if stream.rungs(i) else NOTHING
             comes.append(comes[-1] + stream.left(i, like) / rate)
             decode.append(decode[-1] + like.decode_s)
-        last = decode[-1] - decode[-2] if missing else 0.0
+        last = decode[-1] - decode[-2] if items else 0.0
         done = max(comes[-1] + last, busy + decode[-1])
         recomputed = 0.0
-        for loaded in range(len(missing) - 1, -1, -1) if text else ():
-            recomputed += stream.items[missing[loaded]].text_s
+        for loaded in range(len(items) - 1, -1, -1) if text else ():
+            recomputed += stream.items[items[loaded]].text_s
             after = decode[loaded] - decode[loaded - 1] if loaded else 0.0
             done = min(done, max(comes[loaded] + after, busy + decode[loaded] + recomputed))
         return done
+
+
+def _lost(stream: Stream, item: int) -> float:
+    have = stream.progress[item].have
+    return 0.0 if have is None else have.loss

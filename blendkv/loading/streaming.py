@@ -243,8 +243,6 @@ class Stream:
         return None
 
     def _text(self, now: float) -> Work | None:
-        if self.complete:
-            return None
         lost = [i for i in self.missing() if not self.rungs(i)]  # text is all that is left of them
         item = lost[0] if lost else self.policy.text(self, now)
         return None if item is None else Work(item, "text")
@@ -264,6 +262,14 @@ class Stream:
     def missing(self) -> list[int]:
         """Chunks of which nothing has come, and that nobody recomputes."""
         return [i for i, p in enumerate(self.progress) if p.have is None and not p.ready and not p.computing]
+
+    def lossy(self, enough: float) -> list[int]:
+        """Chunks that have come, and lost more than so much, and that nobody recomputes."""
+        return [
+            i
+            for i, p in enumerate(self.progress)
+            if p.have is not None and p.have.loss > enough and p.ready != "text" and not p.computing
+        ]
 
     def undecoded(self) -> list[int]:
         """Chunks of which a level has come that is not decoded."""
