@@ -155,7 +155,9 @@ def move_rows(
                 assembly = Assembly(size, codec=level.codec)
                 with clock.deadline(20 * text_s):
                     if move == "begin anew":
-                        transfer(Handover([first], piece_s=patience, clock=clock), level.key, assembly, size // 50)
+                        transfer(
+                            Handover([first], piece_s=patience, clock=clock), level.key, assembly, size // 50, tries=1
+                        )
                         assembly, handover = Assembly(size, codec=level.codec), Handover([second], clock=clock)
                     done = transfer(handover, level.key, assembly, max(4096, size // 50))
                 brought += first.carried + second.carried

@@ -136,7 +136,7 @@ def streaming_rows(
                     kept = [one for one in ideal if one.kept]
                     yield shared | {
                         "policy": "oracle",
-                        "violations": 1 - len(kept) / len(ideal),
+                        "violations": (len(ideal) - len(kept)) / len(ideal),
                         "kl": _mean([one.loss for one in kept]),
                     }
 

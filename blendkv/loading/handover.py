@@ -17,8 +17,10 @@ AGAIN_S = 1.0
 PIECE = 1 << 16
 PIECE_S = 0.5
 """Seconds that a piece may take before another source is asked, outside of the deadline."""
-TRIES = 3
-"""Times that no source gives a piece before a transfer is given up."""
+MOST_S = 30.0
+"""Most seconds that a piece may take, however often none came."""
+TRIES = 8
+"""Times that no source gives a piece before a transfer is given up; each time they are given twice as long."""
 LIES = 3
 """Pieces that may be wrong before a source is no longer asked."""
 
@@ -48,7 +50,7 @@ class Handover:
 
     Args:
         stores: sources; the first that answers is kept to.
-        piece_s: most seconds for a piece before the next source is asked.
+        piece_s: most seconds for a piece before the next source is asked; twice as many after none gave it.
         again_s: seconds for which a source that failed is left alone.
         clock: as the stores'.
 
@@ -66,7 +68,7 @@ class Handover:
         if not stores:
             raise ValueError("no sources: give one store or more")
         self.stores, self.told, self.current = list(stores), Told(), 0
-        self._piece_s, self._again_s = piece_s, again_s
+        self._piece_s, self._again_s, self._patience = piece_s, again_s, piece_s
         self._clock: Clock = RealClock() if clock is None else clock
         self._not_before = [-math.inf] * len(self.stores)
 
@@ -74,7 +76,7 @@ class Handover:
         """Bytes `[start, stop)` of an entry and the number of their source, or None if no source gives them in time."""
         for source in self._turn():
             before = self._clock.now()
-            seconds = self._clock.remaining(self._piece_s)
+            seconds = self._clock.remaining(self._patience)
             if seconds <= 0:
                 return None
             with self._clock.deadline(seconds):
@@ -84,9 +86,11 @@ class Handover:
                     self.told.handed_over += 1
                     self.current = source
                 self.told.nbytes[source] += len(data)
+                self._patience = self._piece_s
                 return data, source
             self.told.failures[source] += 1
             self._not_before[source] = max(before, self._clock.now()) + self._again_s
+        self._patience = min(2 * self._patience, max(MOST_S, self._piece_s))
         return None
 
     def size(self, key: str) -> int | None:
@@ -124,8 +128,15 @@ class Handover:
         return sorted(order, key=lambda source: self._not_before[source] > now)
 
 
-def transfer(source: Handover, key: str, assembly: Assembly, piece: int = PIECE) -> bool:
+def transfer(source: Handover, key: str, assembly: Assembly, piece: int = PIECE, tries: int = TRIES) -> bool:
     """Brings what an assembly lacks, by ranges, from whatever source goes on; within the clock's deadline.
+
+    Args:
+        source: of the pieces.
+        key: of the entry.
+        assembly: takes them.
+        piece: bytes of one.
+        tries: times in a row that no source gives a piece before it is given up.
 
     Returns:
         Whether all of it is there. What is there is checked, whoever gave it.
@@ -137,7 +148,7 @@ def transfer(source: Handover, key: str, assembly: Assembly, piece: int = PIECE)
         got = source.get(key, start, end)
         if got is None:
             failures += 1
-            if failures == TRIES:
+            if failures == tries:
                 return False
             continue
         failures = 0
