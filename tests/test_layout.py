@@ -13,22 +13,24 @@ _version _paths errors container.format container.seals container.header contain
 container.writer container.reader container codecs.classes codecs.tables codecs.naive codecs.loops codecs.rans
 codecs.base codecs.raw codecs.profile codecs.protect codecs.statistics codecs.transform codecs.klt codecs.cachegen
 codecs.fitting codecs _compat compiling flops report kernels.table chunk weights rope kernels.naive kernels.placing
-kernels.rows kernels.rans kernels.klt kernels.mass kernels.attention kernels chunkfile overlap expanding prompt
-selectors.base selectors.static selectors.deviation selectors.attention selectors.stored selectors.combined
+kernels.rows kernels.rans kernels.klt kernels.mass kernels.attention kernels chunkfile levelkeys overlap expanding
+prompt selectors.base selectors.static selectors.deviation selectors.attention selectors.stored selectors.combined
 selectors.names selectors stores.base stores.deadline stores.keys stores.urls stores.files stores.hits stores.inventory
 stores.disk stores.breaker stores.resp stores.valkey_server stores.valkey_servers stores.valkey_url stores.valkey
 stores.catalog stores.valkey_centre stores.patience stores.remote stores.eviction stores.coding stores.opening
 stores.pool stores.writing stores.tiered stores.saved stores stores.upkeep stores.checking stores.inspection loading
-loading.clocks attention mass cache facts plan question buffers waits graphs norms blend decoding attachment hooks
-learning proof attaching layout pace prefilling scoring divergence guard manifest gathering hub sharing pretrained
-library documents precompute texts trials calibrating models contract testing passages bench bench.measure bench.scores
-bench.intervals bench.records bench.readers bench.synthetic bench.tasks bench.methods bench.shapes bench.prompts
-bench.gates bench.decode bench.memory bench.results bench.stores bench.traces bench.bandwidth bench.throttle
-bench.eviction bench.kernels bench.coding bench.loading bench.ttft bench.laying bench.answering bench.forcing
-bench.mapping bench.settings bench.items bench.journal bench.summary bench.codec_table bench.store_table bench.table
-bench.leaderboard bench.quality bench.insights bench.quality_plot bench.plot bench.suggest bench.coders bench.codec
-bench.joint verify families survey guide demo _console _options cli_bench cli_bench_stores cli_bench_streaming cli_codec
-cli_quality cli_stores cli_precompute cli __main__
+loading.clocks loading.throughput loading.streaming loading.policies loading.levels loading.assembly loading.orders
+loading.handover loading.client attention mass cache facts plan question buffers waits graphs norms blend decoding
+attachment hooks learning proof attaching layout pace prefilling scoring divergence guard manifest gathering hub sharing
+pretrained library documents precompute texts trials calibrating models contract testing passages bench bench.measure
+bench.scores bench.intervals bench.records bench.readers bench.synthetic bench.tasks bench.methods bench.shapes
+bench.prompts bench.gates bench.decode bench.memory bench.results bench.stores bench.traces bench.bandwidth
+bench.throttle bench.eviction bench.kernels bench.coding bench.loading bench.ttft bench.laying bench.answering
+bench.forcing bench.mapping bench.settings bench.items bench.journal bench.summary bench.codec_table bench.store_table
+bench.table bench.leaderboard bench.quality bench.insights bench.quality_plot bench.plot bench.suggest bench.coders
+bench.codec bench.joint bench.links bench.simulation bench.oracle bench.streaming bench.sending bench.streaming_levels
+verify families survey guide demo _console _options cli_bench cli_bench_stores cli_bench_streaming cli_codec cli_quality
+cli_stores cli_precompute cli __main__
 """
 ORDER = _ORDER.split()
 

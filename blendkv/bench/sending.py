@@ -133,7 +133,7 @@ def move_rows(
         level: an entry of it.
         links: courses of nominally 1 byte a second.
         text_s: seconds in which the file would come at the nominal rate.
-        stall_s: seconds that a piece may take before the next gateway is asked; None: a tenth of `text_s`.
+        stall_s: seconds that a piece may take before the next gateway is asked; None: a quarter of `text_s`.
         about: added to every row.
 
     Yields:
@@ -150,7 +150,7 @@ def move_rows(
                 first = ThrottledStore(store, _ending(link, at * size), clock=clock, burst_s=0.0)
                 second = ThrottledStore(store, link, clock=clock, burst_s=0.0)
                 stores = [first] if move == "stay" else [first, second]
-                patience = text_s / 10 if stall_s is None else stall_s
+                patience = text_s / 4 if stall_s is None else stall_s
                 handover = Handover(stores, piece_s=patience, clock=clock)
                 assembly = Assembly(size, codec=level.codec)
                 with clock.deadline(20 * text_s):
@@ -158,7 +158,8 @@ def move_rows(
                         transfer(
                             Handover([first], piece_s=patience, clock=clock), level.key, assembly, size // 50, tries=1
                         )
-                        assembly, handover = Assembly(size, codec=level.codec), Handover([second], clock=clock)
+                        assembly = Assembly(size, codec=level.codec)
+                        handover = Handover([second], piece_s=patience, clock=clock)
                     done = transfer(handover, level.key, assembly, max(4096, size // 50))
                 brought += first.carried + second.carried
                 if done:

@@ -122,12 +122,12 @@ class Adaptive:
     """Something of every chunk first, then better: the link from the front, the processor from the back.
 
     As long as chunks are missing, the link brings their smallest level: that insures against whatever comes. Then,
-    before each chunk, all those that lost more than `enough` are planned at each level: the link brings them in order at
-    the rate that is expected, and the processor recomputes from the last one on, which loses nothing. The least lossy
-    level with which all are done by the target is taken, if there is one that the link can bring alone; if not, with
-    text; if that does not do either, what gains most for its bytes. What is under way is given up when it would come too
-    late. With a base and its refinement no byte comes twice; with levels that are files of their own the smallest is a
-    few percent of what follows.
+    before each chunk, all those that lost more than `enough` are planned at each level: the link brings them in order
+    at the rate that is expected, and the processor recomputes from the last one on, which loses nothing. The least
+    lossy level with which all are done by the target is taken, if there is one that the link can bring alone; if not,
+    with text; if that does not do either, what gains most for its bytes. What is under way is given up when it would
+    come too late. With a base and its refinement no byte comes twice; with levels that are files of their own the
+    smallest is a few percent of what follows.
 
     The processor begins with text when the link alone would not bring every chunk well enough in time, and whenever it
     must: so late that all that is missing can just be recomputed. A prompt is then never later than `latest` times
@@ -167,7 +167,7 @@ class Adaptive:
         return rate is None or now + stream.loading_left() / max(rate, 1e-9) + load.rung.decode_s <= self._goal(stream)
 
     def _better(self, stream: Stream, now: float, lossy: list[int], rate: float) -> Load | None:
-        """The improvement of the first chunk that fits with those of all others, or else what gains most for its bytes."""
+        """An improvement of the first chunk that fits with those of all others, or else what gains most a byte."""
         goal = self._goal(stream)
         for alone in (True, False):  # what needs no text goes first, if it is good enough
             for rung in self._rungs(stream, lossy[0]):

@@ -8,8 +8,10 @@ import torch
 from blendkv.chunkfile import ChunkFile
 from blendkv.codecs import get_codec
 from blendkv.container import read_head
-from blendkv.loading.levels import base_bytes, find_levels, level_key, level_key_of, name_of, write_levels
+from blendkv.levelkeys import level_key, level_key_of
+from blendkv.loading.levels import base_bytes, find_levels, name_of, write_levels
 from blendkv.stores import RemoteStore
+from blendkv.stores.checking import check_bytes
 from tests.drawn import SMALL, chunk_of, profile_of
 from tests.stores.dicts import DictStore
 
@@ -36,6 +38,8 @@ def test_every_level_has_a_key_of_its_own_which_its_file_tells(codecs):
         data = store.entries[level.key]
         assert level_key_of(level.chunk, read_head(data).header) == level.key
         assert level.nbytes == len(data)
+        assert check_bytes(level.key, data) == ("ok", "")
+        assert check_bytes(level_key("0" * 64, level.codec), data)[0] == "foreign"
     other = get_codec("klt", level=0, profile=profile_of("klt", protected=4))
     assert level_key(chunks[0].key, other) not in store.entries  # what another profile wrote is something else
 
