@@ -124,7 +124,7 @@ class Levels:
             for name in self.codecs:
                 _, nbytes, seconds = self.coded(chunk, name)
                 rungs.append(Rung(name, nbytes, 0.0 if name == "raw" else losses[name], seconds))
-            raw += next(rung.nbytes for rung in rungs if rung.name == "raw")
+            raw += 2 * sum(states.numel() for states in (*chunk.keys, *chunk.values))
             items.append(Item(tuple(rungs), text_s))
         after_s, _ = _least(lambda: trial.logits(trial.case.chunks), 2)
         return Prompt(tuple(items), after_s, raw)
