@@ -36,6 +36,8 @@ LEVELS = (-4, 0, 4, 8, 12)
 """Of `klt`, beside `raw`."""
 CONTEXTS, CONTEXT, CONTINUATION = 16, 512, 64
 """Passages that a profile is made of if none is given: 8,192 tokens."""
+FEW = 8
+"""Links of each set on which orders of sending are compared, with real bytes."""
 
 
 def examples() -> list[Example]:
@@ -190,14 +192,14 @@ class Levels:
 def sending_rows(
     levels: Levels, profile: Profile, sets: Mapping[str, Sequence[Bandwidth]], text_s: float
 ) -> dict[str, list[dict[str, Any]]]:
-    """Rows of `sending`, of the first prompt's chunks in two streams, on at most 20 links of each set."""
+    """Rows of `sending`, of the first prompt's chunks in two streams, on the first links of each set."""
     codec = get_codec("klt", level=0, profile=profile, streams=2)
     store = RemoteStore(f"memory://blendkv-bench-{uuid.uuid4().hex}")
     written = []
     for chunk in levels.trials[0].case.chunks[1:]:
         written += write_levels(store, in_16_bits(chunk), [codec])
     files = [store.get(level.key) or b"" for level in written]
-    few = {name: links[:20] for name, links in sets.items()}
+    few = {name: links[:FEW] for name, links in sets.items()}
     largest = max(written, key=lambda level: level.nbytes or 0)
     return {
         "orders": list(order_rows(files, codec, few, text_s)),

@@ -109,7 +109,7 @@ class Assembly:
             return []
         here = self._data[start:stop]
         new = np.frombuffer(data, np.uint8)
-        for known, end in self._verified():  # what was checked stays
+        for known, end in self._verified(start, stop):  # what was checked stays
             a, b = max(known, start), min(end, stop)
             if a < b:
                 new = new.copy() if not new.flags.writeable else new
@@ -123,8 +123,7 @@ class Assembly:
             wrong = self._check()
         self.suspects = {who for a, b, who in self._by if any(a < y and x < b for x, y in wrong)}
         if self._file is not None:
-            open_ranges = _less(self._came, self._verified())
-            self._by = [each for each in self._by if any(each[0] < y and x < each[1] for x, y in open_ranges)]
+            self._by = [each for each in self._by if not self._settled(each[0], each[1])]
         return wrong
 
     @property
@@ -160,6 +159,10 @@ class Assembly:
         """Whether a segment is there, and is what was written."""
         return self._there is not None and bool(self._there[number])
 
+    def _segments(self, numbers: range) -> np.ndarray:
+        """For each of some segments whether it is there."""
+        return np.zeros(len(numbers), bool) if self._there is None else self._there[numbers.start : numbers.stop]
+
     def missing(self, numbers: Sequence[int] | range | None = None) -> list[tuple[int, int]]:
         """Ranges of bytes that are not there, of some segments or of all; before the head has come, of the head."""
         if self._there is None:
@@ -183,7 +186,7 @@ class Assembly:
         wanted = whole if groups is None else groups
         for stream in range(header.arrangement.streams):
             numbers = header.segments_of(unit, stream)
-            there = np.array([self.has(n) for n in numbers]).reshape(-1, whole)
+            there = self._segments(numbers).reshape(-1, whole)
             if not there[:, :wanted].all():
                 return stream
         return header.arrangement.streams
@@ -198,7 +201,7 @@ class Assembly:
         least = whole
         for unit in range(header.units):
             numbers = header.segments_of(unit, 0)
-            there = np.array([self.has(n) for n in numbers]).reshape(-1, whole).all(0)
+            there = self._segments(numbers).reshape(-1, whole).all(0)
             least = min(least, whole if there.all() else int(there.argmin()))
         return least
 
@@ -289,9 +292,7 @@ class Assembly:
         starts, wrong = self.starts, []
         for a, b in self._came:
             first, last = int(np.searchsorted(starts, a)), int(np.searchsorted(starts, b, "right")) - 1
-            for number in range(first, last):
-                if self._there[number]:
-                    continue
+            for number in (first + np.flatnonzero(~self._there[first:last])).tolist():
                 try:
                     self._reader.segments(range(number, number + 1))
                     self._there[number] = True
@@ -307,11 +308,30 @@ class Assembly:
         self.wrong += sum(b - a for a, b in gone)
         return gone
 
-    def _verified(self) -> list[tuple[int, int]]:
+    def _verified(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Ranges that were checked, of the head and of segments that overlap a range."""
         if self._there is None:
             return []
-        starts = self.starts
-        return [(0, int(starts[0])), *((int(starts[n]), int(starts[n + 1])) for n in np.flatnonzero(self._there))]
+        starts, numbers = self.starts, self._overlapping(start, stop)
+        there = numbers.start + np.flatnonzero(self._there[numbers.start : numbers.stop])
+        return [(0, int(starts[0])), *((int(starts[n]), int(starts[n + 1])) for n in there)]
+
+    def _overlapping(self, start: int, stop: int) -> range:
+        """Numbers of segments that have bytes in a range."""
+        first = max(0, int(np.searchsorted(self.starts, start, "right")) - 1)
+        return range(first, max(first, min(int(np.searchsorted(self.starts, stop)), len(self.starts) - 1)))
+
+    def _settled(self, start: int, stop: int) -> bool:
+        """Whether nothing in a range waits for the rest of its segment."""
+        assert self._there is not None
+        numbers = self._overlapping(start, stop)
+        waiting = [n for n in numbers if not self._there[n]]
+        return not any(
+            a < self.starts[n + 1] and self.starts[n] < b
+            for n in waiting
+            for a, b in self._came
+            if a < stop and start < b
+        )
 
     def _covers(self, start: int, stop: int) -> bool:
         return start >= stop or any(a <= start and stop <= b for a, b in self._came)
