@@ -1,1 +1,1 @@
-"""The road in: from where chunks are kept to the layer that needs them."""
+"""The road from a store to the layer that needs the bytes."""

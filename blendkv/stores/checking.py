@@ -11,6 +11,7 @@ import numpy as np
 from blendkv.chunk import chunk_key
 from blendkv.container import ContainerReader, Header, read_head
 from blendkv.errors import ChunkFileError
+from blendkv.levelkeys import level_key_of
 from blendkv.stores.base import Entry, Store
 from blendkv.stores.upkeep import in_turn, peek
 
@@ -41,10 +42,11 @@ class Checked:
 
 
 def contents_keys(header: Header, secret: bytes | None = None) -> list[str]:
-    """Keys that a chunk file may lie under: that of its contents, and that with a tenant's secret."""
+    """Keys that a chunk file may lie under: of its contents, with a tenant's secret, and as one of several levels."""
     ids, conditioning = (np.frombuffer(data, "<u4") for data in (header.ids, header.conditioning))
     rest = (header.fingerprint, conditioning.tolist(), header.tokenizer, header.namespace)
-    return [chunk_key(ids, *rest, secret=each) for each in dict.fromkeys((None, secret))]
+    keys = [chunk_key(ids, *rest, secret=each) for each in dict.fromkeys((None, secret))]
+    return [*keys, *(level_key_of(key, header) for key in keys)]
 
 
 def check_bytes(key: str, data: bytes, secret: bytes | None = None) -> tuple[Outcome, str]:
