@@ -22,10 +22,10 @@ from blendkv import _compat, kernels
 
 PREFIX = "blendkv_"
 BLOCK_QUERIES = {"cpu": {64: 1.0, 192: 1.2, 512: 1.3}, "cuda": {2048: 1.0}}
-"""Queries (rows x query heads per KV head) per block of the SDPA path: from how many on how many keys pass in the time of
-one (one thread, AVX-512, head dim 64). Blocks have as many as the smallest number or a multiple of it, up to the largest.
-Each is given the keys up to its own last row only: small ones skip more keys, large ones are quicker where rows stand close
-together."""
+"""Queries (rows x query heads per KV head) per block of the SDPA path: from how many on how many keys pass in the time
+of one (one thread, AVX-512, head dim 64). Blocks have as many as the smallest number or a multiple of it, up to the
+largest. Each is given the keys up to its own last row only: small ones skip more keys, large ones are quicker where
+rows stand close together."""
 MASK_BYTES = 256 * 2**20
 """Most bytes of masks kept from layer to layer."""
 

@@ -11,6 +11,7 @@ from blendkv import __version__
 from blendkv._console import print_json, print_table, work
 from blendkv._options import MODEL_HELP, Device, Dtype, Json, load, one_of
 from blendkv.cli_bench import bench
+from blendkv.cli_bench_serving import throughput
 from blendkv.cli_bench_stores import eviction, stores
 from blendkv.cli_codec import profile
 from blendkv.cli_precompute import precompute
@@ -31,6 +32,7 @@ main.add_typer(bench, name="bench")
 main.command()(profile)
 bench.command()(stores)
 bench.command()(eviction)
+bench.command()(throughput)
 for _command in (precompute, ls, inspect, evict, verify_store):
     main.command()(_command)
 

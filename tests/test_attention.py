@@ -43,7 +43,9 @@ def some_rows(total, count, batch=1, seed=0):
     return torch.stack([torch.randperm(total, generator=g)[:count].sort().values for _ in range(batch)])
 
 
-@pytest.mark.parametrize(("total", "count"), [(1, 1), (7, 3), (97, 96), (97, 97), (300, 200), (193, 5), (500, 193), (700, 650)])
+@pytest.mark.parametrize(
+    ("total", "count"), [(1, 1), (7, 3), (97, 96), (97, 97), (300, 200), (193, 5), (500, 193), (700, 650)]
+)
 @pytest.mark.parametrize("function", [causal, sliding(3), sliding(64)], ids=["causal", "sliding 3", "sliding 64"])
 def test_blocks_equal_a_dense_mask(total, count, function):
     query, key, value, mask, visible = setting(total, some_rows(total, count), function)

@@ -25,8 +25,10 @@ texts trials calibrating models contract testing passages bench bench.measure be
 bench.readers bench.synthetic bench.tasks bench.methods bench.shapes bench.prompts bench.gates bench.decode bench.memory
 bench.results bench.stores bench.traces bench.eviction bench.kernels bench.coding bench.loading bench.ttft bench.laying
 bench.answering bench.forcing bench.mapping bench.settings bench.items bench.journal bench.summary bench.codec_table
-bench.store_table bench.table bench.leaderboard bench.quality bench.insights bench.quality_plot bench.plot bench.suggest
-bench.coders bench.codec bench.joint verify families survey guide demo _console _options cli_bench cli_bench_stores
+bench.store_table bench.queueing bench.workload bench.serving bench.throughput bench.throughput_table bench.table
+bench.leaderboard bench.quality bench.insights bench.quality_plot bench.throughput_plot bench.plot bench.suggest
+bench.coders bench.codec bench.joint verify families survey guide demo _console _options cli_bench cli_bench_serving
+cli_bench_stores
 cli_codec cli_quality cli_stores cli_precompute cli __main__
 """
 ORDER = _ORDER.split()

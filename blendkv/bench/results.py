@@ -36,7 +36,11 @@ SETTINGS = {
     "eviction": ("documents", "requests", "seeds"),
     "quality": ("model", "dtype", "device", "task", "data", "records", "prompts", "chunks", "chunk_tokens", "batch"),
     "insights": ("model", "dtype", "device", "task", "data", "prompts"),
-}
+    "throughput": (
+        "device", "shape", "dtype", "documents", "chunks", "chunk_tokens", "question_tokens", "requests",
+        "warm_requests", "zipf", "room", "new_tokens", "seed",
+    ),
+}  # fmt: skip
 """For each command the fields that rows of one table share."""
 IDENTITIES = {
     "ttft": IDENTITY,
@@ -47,6 +51,7 @@ IDENTITIES = {
     "eviction": (*SETTINGS["eviction"], "zipf", "drift", "capacity", "policy"),
     "quality": (*SETTINGS["quality"], "method", "selector", "ratio"),
     "insights": (*SETTINGS["insights"], "figure", "layer", "ratio"),
+    "throughput": (*SETTINGS["throughput"], "method", "selector", "ratio", "clock", "rate"),
 }
 """For each command the fields that tell its rows apart."""
 _NEEDED = {
@@ -58,6 +63,7 @@ _NEEDED = {
     "eviction": (*IDENTITIES["eviction"], "hit_rate", "byte_hit_rate"),
     "quality": ("device", "model", "task", "method", "selector", "ratio", "charged_budget", "kl", "ci"),
     "insights": ("device", "model", "figure", "layer", "value"),
+    "throughput": (*IDENTITIES["throughput"], "completed_per_s", "ttft_p50_s", "ttft_p95_s", "hit_rate"),
 }
 _ORDER = {name: i for i, name in enumerate(("full", "nocontext", "prefix", "reuse", "blend", "mapreduce", "maprerank"))}
 
