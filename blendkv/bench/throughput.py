@@ -120,7 +120,9 @@ def throughput_rows(
         progress: shows a bar on stderr.
 
     Returns:
-        A row for each method (selector, ratio) and rate; `sustained_of_full` is relative to full recompute.
+        A row for each method (selector, ratio) and rate; `..._of_full` is relative to full recompute. `capacity_per_s`
+        is what the worker bears if anybody may wait for any time: where requests of one method differ much in what they
+        take (a busy machine), trust it more than `sustained_per_s`.
 
     Raises:
         BlendError: a blend is not what it must be, so that no time would mean anything.
@@ -181,6 +183,7 @@ def throughput_rows(
         if mine.method not in wanted:
             continue
         own = shared | _of_method(mine, chunks * chunk_tokens) | {"sustained_per_s": sustained[id(mine)] or None}
+        own["capacity_of_full"] = float(full.total_s.mean() / mine.total_s.mean())
         own["sustained_of_full"] = sustained[id(mine)] / sustained[id(full)] if sustained[id(full)] else None
         for rate in rates:
             rows.append(own | {"clock": "virtual", "rate": rate} | _figures(*mine.queued(rate, seed)))
@@ -246,6 +249,8 @@ def _of_method(mine: Measured, tokens: int) -> Row:
         "hit_rate": sum(one.hits for one in mine.served) / (tokens * len(mine.served)),
         "service_s": float(mine.total_s.mean()),
         "service_first_s": float(mine.first_s.mean()),
+        "service_p95_s": float(np.quantile(mine.total_s, 0.95)),
+        "capacity_per_s": 1 / float(mine.total_s.mean()),
     }
 
 

@@ -197,7 +197,8 @@ def test_rows_and_what_they_become(attached, tmp_path):
         assert 0 <= row["hit_rate"] <= 1
     full = next(r for r in rows if r["method"] == "full")
     assert full["hit_rate"] == 0
-    assert full["sustained_of_full"] == 1
+    assert full["sustained_of_full"] == full["capacity_of_full"] == 1
+    assert all(r["capacity_per_s"] == pytest.approx(1 / r["service_s"]) for r in rows)
     assert full["p95_target_s"] == pytest.approx(2 * full["service_first_s"])
     assert all(r["hit_rate"] == 1 for r in rows if r["method"] == "blend") == (len(set(_asked(8))) == 6)
     slow, fast = ([r for r in rows if r["rate"] == rate and r["clock"] == "virtual"] for rate in (1.0, 50.0))
