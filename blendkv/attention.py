@@ -21,9 +21,11 @@ from torch.nn import functional as F
 from blendkv import _compat, kernels
 
 PREFIX = "blendkv_"
-BLOCK_QUERIES = {"cpu": 64, "cuda": 2048}
-"""Queries (rows x query heads per KV head) per block of the SDPA path; each block is given the keys up to its own last
-row only. Small blocks skip more keys, large ones need fewer launches."""
+BLOCK_QUERIES = {"cpu": {64: 1.0, 192: 1.2, 512: 1.3}, "cuda": {2048: 1.0}}
+"""Queries (rows x query heads per KV head) per block of the SDPA path: from how many on how many keys pass in the time
+of one (one thread, AVX-512, head dim 64). Blocks have as many as the smallest number or a multiple of it, up to the
+largest. Each is given the keys up to its own last row only: small ones skip more keys, large ones are quicker where
+rows stand close together."""
 MASK_BYTES = 256 * 2**20
 """Most bytes of masks kept from layer to layer."""
 
@@ -112,6 +114,7 @@ class RowMask:
     padded: bool = True
     listener: Listener | None = None
     _blocks: dict = field(default_factory=dict, repr=False)
+    _cuts: dict = field(default_factory=dict, repr=False)
     _bytes: int = 0
 
     @property
@@ -143,11 +146,9 @@ class RowMask:
             (rows, keys, mask `[B, 1, rows * groups, keys]`: 0 where visible, `hidden_score` where not). Layers that
             ask for the same get the same tensor, while they fit in `MASK_BYTES`.
         """
-        size = max(1, BLOCK_QUERIES.get(like.device.type, BLOCK_QUERIES["cuda"]) // groups)
-        for start in range(0, len(self.last), size):
-            part = slice(start, min(start + size, len(self.last)))
+        for part in self._parts(like.device.type, groups):
             keys = min(length, -(-(int(self.last[part].max()) + 1) // 16) * 16)
-            name = (start, keys, groups, like.device, like.dtype)
+            name = (part.start, keys, groups, like.device, like.dtype)
             mask = self._blocks.get(name)
             if mask is None:
                 mask = self._additive(part, keys, groups, like)
@@ -155,6 +156,25 @@ class RowMask:
                     self._blocks[name] = mask
                     self._bytes += mask.nbytes
             yield part, keys, mask
+
+    def _parts(self, device: str, groups: int) -> list[slice]:
+        """The rows of each block, cut so that all blocks take the least time by `BLOCK_QUERIES` (a shortest path)."""
+        if (device, groups) not in self._cuts:
+            speeds = BLOCK_QUERIES.get(device, BLOCK_QUERIES["cuda"])
+            unit, most = max(1, min(speeds) // groups), max(speeds) // min(speeds)
+            speed = [max((v for q, v in speeds.items() if q <= n * min(speeds)), default=1.0) for n in range(most + 1)]
+            ends = [*range(0, len(self.last), unit), len(self.last)]
+            paths: list[tuple[float, int]] = [(0.0, 0)]  # by end: time up to there, where its last block begins
+            for i in range(1, len(ends)):
+                keys = int(self.last[ends[i] - 1]) + 1
+                starts = range(max(0, i - most), i)
+                paths.append(min((paths[j][0] + (ends[i] - ends[j]) * keys / speed[i - j], j) for j in starts))
+            cuts, i = [], len(ends) - 1
+            while i:
+                cuts.append(slice(ends[paths[i][1]], ends[i]))
+                i = paths[i][1]
+            self._cuts[device, groups] = cuts[::-1]
+        return self._cuts[device, groups]
 
     def _additive(self, part: slice, keys: int, groups: int, like: Tensor) -> Tensor:
         visible = self.lazy.visible(self.rows[:, part].to(like.device), keys)

@@ -15,6 +15,7 @@ from blendkv.cli_bench_loading import loading
 from blendkv.cli_bench_serving import fairness, gateway
 from blendkv.cli_bench_stores import eviction, stores
 from blendkv.cli_bench_streaming import streaming
+from blendkv.cli_bench_throughput import throughput
 from blendkv.cli_calibrate import calibrate
 from blendkv.cli_codec import profile
 from blendkv.cli_precompute import precompute
@@ -36,6 +37,7 @@ main.add_typer(bench, name="bench")
 main.command()(profile)
 bench.command()(stores)
 bench.command()(eviction)
+bench.command()(throughput)
 bench.command()(streaming)
 bench.command()(loading)
 bench.command()(fairness)

@@ -45,10 +45,9 @@ def attention_mass(
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         logits += additive
-        total = logits.logsumexp(-1, keepdim=True)
+        shares = logits.softmax(-1)
         if sinks is not None:
             own = sinks.float().view(1, shared, 1, groups).expand(1, -1, rows.stop - rows.start, -1)
-            total = torch.logaddexp(total, own.reshape(1, shared, -1, 1))
-        shares = (logits - total).exp_()
+            shares *= (logits.logsumexp(-1, keepdim=True) - own.reshape(1, shared, -1, 1)).sigmoid_()
         mass[:, :keys] += (weight[..., part] @ shares).sum((1, 2))
     return mass

@@ -1,5 +1,7 @@
 """Scattered rows: blocks of SDPA, eager and a dense mask must agree."""
 
+from itertools import combinations, pairwise
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -41,7 +43,9 @@ def some_rows(total, count, batch=1, seed=0):
     return torch.stack([torch.randperm(total, generator=g)[:count].sort().values for _ in range(batch)])
 
 
-@pytest.mark.parametrize(("total", "count"), [(1, 1), (7, 3), (97, 96), (97, 97), (300, 200), (193, 5), (500, 193)])
+@pytest.mark.parametrize(
+    ("total", "count"), [(1, 1), (7, 3), (97, 96), (97, 97), (300, 200), (193, 5), (500, 193), (700, 650)]
+)
 @pytest.mark.parametrize("function", [causal, sliding(3), sliding(64)], ids=["causal", "sliding 3", "sliding 64"])
 def test_blocks_equal_a_dense_mask(total, count, function):
     query, key, value, mask, visible = setting(total, some_rows(total, count), function)
@@ -115,11 +119,55 @@ def test_masks_are_made_once_and_only_when_wanted():
     rows = some_rows(200, 100)
     mask = RowMask(lazy, rows)
     first, again = (list(mask.blocks(torch.zeros(1), 2, 200)) for _ in range(2))
-    assert len(first) == -(-100 // (BLOCK_QUERIES["cpu"] // 2))
+    assert [part for part, _, _ in first] == [part for part, _, _ in again]
     assert all(a[2] is b[2] for a, b in zip(first, again, strict=True))
     other = next(iter(mask.blocks(torch.zeros(1, dtype=torch.bfloat16), 2, 200)))
     assert other[2].dtype == torch.bfloat16
     assert mask._bytes <= MASK_BYTES
+
+
+def cost(rows, parts, groups):
+    """Keys passed by every query, at the speed of its block's size."""
+    total = 0.0
+    for part in parts:
+        units = -(-(part.stop - part.start) * groups // 64)
+        speed = max(v for size, v in BLOCK_QUERIES["cpu"].items() if size <= units * 64)
+        total += (part.stop - part.start) * (int(rows[part.stop - 1]) + 1) / speed
+    return total
+
+
+def test_blocks_are_large_where_rows_stand_close_together():
+    sizes = [queries // 4 for queries in BLOCK_QUERIES["cpu"]]
+    sparse, dense = torch.arange(0, 4000, 40), 4000 + torch.arange(2 * max(sizes))
+    rows = torch.cat([sparse, dense])
+    mask = RowMask(LazyMask(lambda: None, causal, None), rows[None])
+    blocks = list(mask.blocks(torch.zeros(1), 4, 5000))
+    parts = [part for part, _, _ in blocks]
+    assert (parts[0].start, parts[-1].stop) == (0, len(rows))
+    assert all(a.stop == b.start for a, b in pairwise(parts))
+    assert all(keys > rows[part.stop - 1] for part, keys, _ in blocks)
+    widths = [part.stop - part.start for part in parts]
+    assert widths[0] == min(sizes)
+    assert max(sizes) in widths
+    for size in sizes:
+        same = [slice(at, min(at + size, len(rows))) for at in range(0, len(rows), size)]
+        assert cost(rows, parts, 4) < cost(rows, same, 4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_take_the_least_time_of_all_cuts(seed):
+    """Against every way to cut, where there are few."""
+    rows = some_rows(400, 16 * 7 - 3, seed=seed)
+    mask = RowMask(LazyMask(lambda: None, causal, None), rows)
+    ends = [*range(0, rows.shape[1], 16), rows.shape[1]]
+    every = []
+    for count in range(len(ends) - 1):
+        for inner in combinations(ends[1:-1], count):
+            parts = [slice(a, b) for a, b in pairwise((0, *inner, ends[-1]))]
+            if all((part.stop - part.start) * 4 <= max(BLOCK_QUERIES["cpu"]) for part in parts):
+                every.append(cost(rows[0], parts, 4))
+    parts = [part for part, _, _ in mask.blocks(torch.zeros(1), 4, 400)]
+    assert cost(rows[0], parts, 4) <= min(every) + 1e-6
 
 
 def test_masks_beyond_the_limit_are_right_and_not_kept(monkeypatch):

@@ -1,4 +1,4 @@
-"""Figures: speed-up over context length, beside what the operations allow; KL over bits, budget and TTFT; insights."""
+"""Figures: speed-up over context length beside its limit; KL over bits, budget and TTFT; insights; throughput."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from blendkv._paths import require_writable
-from blendkv.bench import codec_table, quality_plot
+from blendkv.bench import codec_table, quality_plot, throughput_plot
 from blendkv.bench.measure import median
 from blendkv.bench.results import Row, by_setting, kind
 from blendkv.bench.table import method_name
@@ -50,12 +50,18 @@ def plot(rows: Iterable[Row], out: str | Path) -> None:
             panels.append((table[0], lines))
     panels = panels or [(table[0], table) for table in tables if kind(table[0]) == "joint"]
     panels = panels or [
+        (table[0], (what, table))
+        for table in tables
+        if kind(table[0]) == "throughput"
+        for what in throughput_plot.PANELS
+    ]
+    panels = panels or [
         (shown[0], (what, shown)) for what, shown in quality_plot.panels(row for t in tables for row in t)
     ]
     if not panels:
         raise ValueError(
-            "nothing to draw: no row is of a method other than full recompute, or of `bench joint`, `bench quality` or "
-            "`bench insights`"
+            "nothing to draw: no row is of a method other than full recompute, or of `bench joint`, `bench quality`, "
+            "`bench insights` or `bench throughput`"
         )
     figure = _figure(panels)
     Path(out).parent.mkdir(parents=True, exist_ok=True)
@@ -92,6 +98,8 @@ def _figure(panels: list[tuple[Row, Any]]) -> Any:
             _draw_speed(axes, row, drawn)
         elif kind(row) == "joint":
             codec_table.draw(axes, drawn)
+        elif kind(row) == "throughput":
+            throughput_plot.draw(axes, *drawn)
         else:
             quality_plot.draw(axes, *drawn)
     return figure

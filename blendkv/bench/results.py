@@ -37,7 +37,11 @@ SETTINGS = {
     "quality": ("model", "dtype", "device", "task", "data", "records", "prompts", "chunks", "chunk_tokens", "batch"),
     "insights": ("model", "dtype", "device", "task", "data", "prompts"),
     "loading": ("model", "dtype", "device", "tokens", "chunk_tokens", "selector", "level"),
-}
+    "throughput": (
+        "device", "shape", "dtype", "documents", "chunks", "chunk_tokens", "question_tokens", "requests",
+        "warm_requests", "zipf", "room", "new_tokens", "seed",
+    ),
+}  # fmt: skip
 """For each command the fields that rows of one table share."""
 IDENTITIES = {
     "ttft": IDENTITY,
@@ -49,6 +53,7 @@ IDENTITIES = {
     "quality": (*SETTINGS["quality"], "method", "selector", "ratio", "condition", "check_layers"),
     "insights": (*SETTINGS["insights"], "figure", "layer", "ratio"),
     "loading": (*SETTINGS["loading"], "factor", "method", "ratio"),
+    "throughput": (*SETTINGS["throughput"], "method", "selector", "ratio", "clock", "rate"),
 }
 """For each command the fields that tell its rows apart."""
 _NEEDED = {
@@ -61,6 +66,7 @@ _NEEDED = {
     "quality": ("device", "model", "task", "method", "selector", "ratio", "charged_budget", "kl", "ci"),
     "insights": ("device", "model", "figure", "layer", "value"),
     "loading": (*IDENTITIES["loading"], "link_mb_s", "ttft_s", "load_s", "compute_s", "kl"),
+    "throughput": (*IDENTITIES["throughput"], "completed_per_s", "ttft_p50_s", "ttft_p95_s", "hit_rate"),
 }
 _ORDER = {name: i for i, name in enumerate(("full", "nocontext", "prefix", "reuse", "blend", "mapreduce", "maprerank"))}
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
-from blendkv.bench import codec_table, store_table
+from blendkv.bench import codec_table, store_table, throughput_table
 from blendkv.bench.results import METHOD, Row, by_setting, kind, read_rows
 
 COLUMNS = (
@@ -25,6 +25,9 @@ def markdown(rows: Iterable[Row]) -> str:
             raise ValueError(
                 "rows of `bench quality` are a page of their own: blendkv bench leaderboard; plot insights"
             )
+        if kind(setting[0]) == "throughput":
+            tables.append(throughput_table.markdown(setting))
+            continue
         if kind(setting[0]) != "ttft":
             others = store_table if kind(setting[0]) in store_table.KINDS else codec_table
             tables.append(others.markdown(setting))
