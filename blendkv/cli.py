@@ -18,6 +18,7 @@ from blendkv.cli_bench_streaming import streaming
 from blendkv.cli_bench_throughput import throughput
 from blendkv.cli_calibrate import calibrate
 from blendkv.cli_codec import profile
+from blendkv.cli_env import env
 from blendkv.cli_precompute import precompute
 from blendkv.cli_quality import check_prompts, make_suggestion, print_suggestion, read_selectors
 from blendkv.cli_serve import serve
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 main = typer.Typer(
     name="blendkv",
     help="Start an unmodified model.generate from cached, re-ordered and repaired key/value chunks.",
+    epilog="Exit codes: 0 done; 1 it failed, or what was checked does not hold; 2 wrong usage; 130 interrupted.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 main.add_typer(bench, name="bench")
@@ -42,7 +43,7 @@ bench.command()(streaming)
 bench.command()(loading)
 bench.command()(fairness)
 bench.command()(gateway)
-for _command in (precompute, calibrate, ls, inspect, evict, verify_store, serve):
+for _command in (precompute, calibrate, ls, inspect, evict, verify_store, serve, env):
     main.command()(_command)
 
 

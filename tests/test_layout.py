@@ -39,8 +39,8 @@ serving.names serving.app serving.server serving integrations integrations.extra
 integrations.answering integrations.prefetching integrations.langchain_messages integrations.langchain_retriever
 integrations.langchain_chat integrations.langchain integrations.llama_index integrations.pipeline
 integrations.haystack _console _options cli_bench cli_bench_stores cli_bench_streaming cli_bench_serving
-cli_bench_throughput cli_codec cli_quality cli_serve cli_stores cli_precompute cli_calibrate cli_bench_loading cli
-__main__
+cli_bench_throughput cli_codec cli_env cli_quality cli_serve cli_stores cli_precompute cli_calibrate cli_bench_loading
+cli __main__
 """
 ORDER = _ORDER.split()
 
