@@ -224,7 +224,7 @@ def loading_rows(
     for factor in factors:
         bandwidth = Bandwidth.constant(bench.nbytes / (compute * factor))
         for row in _rows_of(bench, bandwidth, ratios, floor, repeats):
-            found = common | {"factor": factor, "link_mb_s": bandwidth.mean / 1e6} | row
+            found = common | {"factor": factor, "link_mb_s": bandwidth.mean / 1e6, "bytes": bench.nbytes} | row
             on_row(found)
             yield found
 
