@@ -65,7 +65,7 @@ format: venv
 	$(BIN)/ruff format
 
 docs: .venv/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .venv/.docs: .venv/.stamp
 	$(BIN)/python -m pip install --quiet -e '.[docs]'
