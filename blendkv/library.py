@@ -76,7 +76,11 @@ class ChunkLibrary(PretrainedMixin):
         store: where chunks are kept: `memory://`; a folder, `s3://...`, `redis://...` or another URL of `open_store`,
             or a `Store`, which get memory above them; or a `Pool` or `TieredStore` of your own.
         codec: how chunks are kept there: None or "raw" loses nothing; `get_codec("klt", profile=...)`.
-        recompute_ratio, selector, check_layers, strict, reserve: defaults for every prompt's `BlendedCache`.
+        recompute_ratio: share of chunk tokens recomputed, of prompts that do not say; as in `BlendedCache`.
+        selector: which tokens, likewise.
+        check_layers: schedule of gradual filtering, likewise.
+        strict: whether a chunk that cannot be used is an error, likewise.
+        reserve: tokens of room beyond the prompt, likewise.
         condition: what stands before a chunk while it is computed: "none", "bos", "system" (the prompt's head), or
             "dummy" (a few neutral words). "auto": a BOS where the tokenizer begins every text with one, else nothing
             (docs/guides/defaults.md). Part of the key; which is best depends on model and task.
