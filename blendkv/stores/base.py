@@ -59,8 +59,9 @@ class Entry:
 class Store(Protocol):
     """Bytes under a key of 64 hex digits (`chunk_key`). Nothing that goes wrong later than opening raises.
 
-    A store may also have `peek`, which reads as `get` does but is no use of the entry, and `quarantine(key)`, for
-    entries that a reader found wanting.
+    A store may also have `peek`, which reads as `get` does but is no use of the entry, `sizes(keys)`, which is `size`
+    for many in as few round trips as it can and counts misses, and `quarantine(key)`, for entries that a reader found
+    wanting.
 
     Attributes:
         url: what `open_store` would open again; without passwords.

@@ -20,8 +20,9 @@ Answer = tuple[Tensor, Tensor]
 
 
 def library(model, store, **options) -> ChunkLibrary:
-    """A library at ratio 0, where every stored number counts."""
-    return ChunkLibrary(model, options.pop("tokenizer", TOKENIZER), store, **{"recompute_ratio": 0.0, **options})
+    """A library at ratio 0, where every stored number counts, and chunks stand behind nothing."""
+    options = {"recompute_ratio": 0.0, "condition": "none"} | options
+    return ChunkLibrary(model, options.pop("tokenizer", TOKENIZER), store, **options)
 
 
 def ask(

@@ -402,7 +402,7 @@ def test_options_of_the_library(model):
     """Each refused at once, with the choices."""
     tokenizer = byte_tokenizer()
     for options, match in (
-        ({"condition": "sys"}, "'none', 'bos' or 'system'"),
+        ({"condition": "sys"}, "'none', 'bos', 'system', 'dummy'"),
         ({"on_miss": "skip"}, "'prefill' or 'recompute'"),
         ({"chunk_tokens": 0}, "at least one"),
         ({"condition": "bos"}, "no BOS token: choose"),

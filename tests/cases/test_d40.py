@@ -169,12 +169,13 @@ def test_d40_time_does_not_tell_what_others_cached(where, tmp_path):
     probes = [(text, text_is) for text_is, group in (("cached", cached), ("free", free)) for text in group]
     random.Random(6).shuffle(probes)
 
-    def times(tenant: str, some) -> dict[str, list[float]]:
+    def times(tenant: str, some, **options) -> dict[str, list[float]]:
         kv = library(
             model,
             place if where == "memory" else TieredStore(Pool(), DiskStore(tmp_path)),
             namespace=tenant,
             on_miss="recompute",
+            **options,
         )
         kv([texts[0]], "?"), kv(["something else"], "?")
         found: dict[str, list[float]] = {"cached": [], "free": []}
@@ -189,8 +190,8 @@ def test_d40_time_does_not_tell_what_others_cached(where, tmp_path):
     assert error < 0.03
     assert measured <= 0.55 + 2 * error
     assert measured >= 0.45 - 2 * error  # nor the other way round
-    own = times("A", probes[:200])
-    assert abs(auc(own["cached"], own["free"]) - 0.5) > 0.1  # such a probe does tell a hit
+    own = times("A", probes, pipeline=False)  # which asks in other threads, hit or not
+    assert abs(auc(own["cached"], own["free"]) - 0.5) > 2 * error  # such a probe does tell a hit
 
 
 @pytest.mark.parametrize("namespace", [None, ""])

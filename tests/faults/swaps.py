@@ -181,8 +181,9 @@ PAIR = (
     bytes.fromhex("1032547698badcfeefcdab8967452301") + bytes(16),
 )
 """Two messages that xxh3 takes for one with that seed (Cyan4973/xxHash#1127)."""
-XXHASH = {"container/seals.py", "texts.py", "models.py"}
-"""Files that use it: seals of segments, names of texts behind a profile, the name of a converted GGUF file."""
+XXHASH = {"container/seals.py", "texts.py", "models.py", "bench/gateway_load.py"}
+"""Files that use it: seals of segments, names of texts behind a profile, the name of a converted GGUF file, and
+whether a benchmark's bytes are those that it wrote."""
 
 
 @contextmanager

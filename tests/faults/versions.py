@@ -31,7 +31,7 @@ OTHER = "BLENDKV_OTHER_PYTHON"
 
 def library(folder: str, model: Any, tokenizer: Any, **options: Any) -> ChunkLibrary:
     """Without memory of its own, so that each document comes from the folder, or is computed."""
-    return ChunkLibrary(model, tokenizer, TieredStore(Pool(1), DiskStore(folder)), **options)
+    return ChunkLibrary(model, tokenizer, TieredStore(Pool(1), DiskStore(folder)), **{"condition": "none"} | options)
 
 
 def hits(kv: ChunkLibrary) -> tuple[int, list[torch.Tensor]]:

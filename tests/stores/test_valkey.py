@@ -344,7 +344,18 @@ def test_a_cluster_is_found_out(alone, monkeypatch):
         assert store._servers.cluster
         assert all(store.put(name, data) for name, data in entries.items())
         talk = Talk(monkeypatch)
-        assert talk.trips(lambda store=store: store.get_many(entries)) == (entries, 2)
+        assert talk.trips(lambda store=store: store.get_many(entries)) == (entries, 1)  # it knows their manifests
+        other = ValkeyStore.from_url(url, piece_bytes=PIECE)
+        assert talk.trips(lambda store=other: store.get_many(entries)) == (entries, 2)
+        other.close()
+        other = ValkeyStore.from_url(url, piece_bytes=PIECE)
+        sizes = {name: len(data) for name, data in entries.items()}
+        assert talk.trips(lambda store=other: store.sizes([*entries, key("none")])) == (sizes, 1)
+        assert talk.trips(lambda store=other: store.get_many(entries)) == (entries, 1)
+        assert all(store.put(name, data[:5]) for name, data in entries.items())  # others write them anew
+        assert other.get_many(entries) == {name: data[:5] for name, data in entries.items()}
+        assert all(store.put(name, data) for name, data in entries.items())
+        other.close()
         assert sorted(store.keys()) == sorted(entries)
         assert store.get(key(5), 10, 20) == entries[key(5)][10:20]
         store.delete(key(5))
