@@ -187,6 +187,21 @@ def test_a_batch_of_which_one_row_loses_a_chunk(attached):
     assert cache.report.misses == {"late": 11}
 
 
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_the_logits_that_are_wanted_are_there_for_rows_of_a_batch_that_lose_nothing(attached, layer):
+    model = attached("llama")
+    ids, exact = exact_case(model)
+    other, more = exact_case(model, seed=5)
+    both = torch.cat([ids, other])
+    logits, _ = full(model, both)
+    store, _, pipeline = stored(exact + more)
+    store.gate = failing_from(store, layer, gone=[chunk.key for chunk in exact])
+    chunks = fetched(pipeline, exact + more)
+    cache = BlendedCache([chunks[:3], chunks[3:]], 0.3, "random")
+    got = run(model, both, cache, logits_to_keep=4).logits
+    assert (got[:, -4:] - logits[:, -4:]).abs().max() <= 1e-4
+
+
 def test_gradual_filtering_goes_on_after_a_loss(attached):
     model = attached("llama")
     ids, exact = exact_case(model)
