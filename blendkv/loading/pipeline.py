@@ -6,13 +6,13 @@ process's transfer slots in the order in which layers are computed.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -231,8 +231,7 @@ class Transfer:
     ) -> None:
         self._tiers, self._lane, self._homes, self._ahead = tiers, lane, homes, ahead
         self._left, self._progress = deque(pieces), progress
-        self._users = len({id(piece.of) for piece in pieces})
-        self._lock = threading.Lock()
+        self._users = [None] * len({id(piece.of) for piece in pieces})
 
     def begin(self) -> None:
         """Hands in the first pieces."""
@@ -241,29 +240,40 @@ class Transfer:
             self._next()
 
     def let_go(self) -> None:
-        """One chunk is of no use to anybody any more; after the last, what is not under way is not fetched."""
-        with self._lock:
-            self._users -= 1
-            if self._users:
-                return
-            self._left.clear()
-        self._lane.cancel()
+        """One chunk is of no use to anybody any more; after the last, what is not under way is not fetched.
 
-    def _next(self, done: Future | None = None) -> None:
-        with self._lock:
-            piece = self._left.popleft() if self._left else None
-        if piece is None:
+        The garbage collector calls this, in any thread and between any two steps of it, so it waits for no lock.
+        """
+        self._users.pop()
+        if not self._users:
+            self._left.clear()
+            self._lane.abandon()
+
+    def _next(self, before: Piece | None = None, done: Future | None = None) -> None:
+        if before is not None and done is not None and done.cancelled() and self._users:
+            self._lost(before.of, "cancelled")
+        if (piece := self._pop()) is None:
             return
         try:
             future = self._lane.submit(self._bring, piece, cost_bytes=piece.nbytes)
-        except RuntimeError:  # the scheduler was closed
+        except Exception:  # the scheduler was closed: nothing more will come
             self._lost(piece.of, "cancelled")
+            while (piece := self._pop()) is not None:
+                self._lost(piece.of, "cancelled")
             return
-        future.add_done_callback(self._next)
+        future.add_done_callback(partial(self._next, piece))
+
+    def _pop(self) -> Piece | None:
+        try:
+            return self._left.popleft()
+        except IndexError:
+            return None
 
     def _bring(self, piece: Piece) -> None:
         """Fetches, checks, decodes and hands over; no fault of a store or a file raises."""
         item = piece.of
+        if not self._users:
+            return
         try:
             states = item.file.units(piece.units)
             first = item.file.header.layers_of(piece.units.start).start

@@ -10,6 +10,7 @@ import torch
 from blendkv import BlendedCache, ChunkMissError, Pool, attach
 from blendkv.loading.arriving import ArrivingChunk
 from blendkv.loading.pipeline import Pipeline
+from blendkv.loading.queues import FifoQueue
 from blendkv.loading.scheduler import TransferScheduler
 from blendkv.stores import Budget, TieredStore
 from blendkv.testing import FAMILIES, tiny_model
@@ -236,7 +237,8 @@ def test_another_store_goes_on_where_the_first_stopped(attached):
     for store in (near, far):
         stored(exact, store)
     near.gate = failing_from(near, 2)
-    pipeline = Pipeline(tiers := TieredStore(Pool(), near, far), TransferScheduler(4), piece_bytes=1, whole_bytes=0)
+    tiers = TieredStore(Pool(), near, far)
+    pipeline = Pipeline(tiers, TransferScheduler(1), piece_bytes=1, whole_bytes=0)  # one slot: pieces keep their order
     cache = BlendedCache(fetched(pipeline, exact), 0.3, "random")
     assert (run(model, ids, cache).logits[:, -1] - logits[:, -1]).abs().max() <= 1e-4
     assert not cache.report.misses
@@ -305,6 +307,71 @@ def test_a_prompt_that_nobody_wants_any_more_leaves_nothing_behind(attached):
     free.set()
     until(lambda: scheduler.state.threads == 0)
     assert len(store.reads) == 2
+
+
+def in_time(what, seconds=20):
+    """What a call gives, which must not hang."""
+    given = []
+    thread = threading.Thread(target=lambda: given.append(what()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert given, "it hangs, or raised"
+    return given[0]
+
+
+def test_the_garbage_collector_finds_chunks_while_the_scheduler_is_in_the_middle_of_a_change(attached):
+    """Chunks in a cycle are given up in whatever thread, between any two steps of it: that must wait for no lock."""
+    _, exact = exact_case(attached("llama"))
+    store, _, _ = stored(exact)
+    free = threading.Event()
+    store.gate = lambda key, start, data: data if free.wait(60) else None
+
+    class Collecting(FifoQueue):
+        collects = False
+
+        def push(self, piece):
+            if self.collects:
+                gc.collect()
+            super().push(piece)
+
+    queue = Collecting()
+    scheduler = TransferScheduler(1, queue, linger=0.01)
+    pipeline = Pipeline(TieredStore(Pool(), store), scheduler, piece_bytes=1, whole_bytes=0)
+    cycle = {"chunks": fetched(pipeline, exact)}
+    cycle["me"] = cycle
+    until(lambda: scheduler.state.running == 1)
+    gc.disable()
+    try:
+        del cycle
+        queue.collects = True
+        future = in_time(lambda: scheduler.submit("other", lambda: 5))
+    finally:
+        gc.enable()
+    free.set()
+    assert future.result(20) == 5
+    until(lambda: scheduler.state.threads == 0)
+    assert len(store.reads) == 1  # what waited for a slot found out that nobody wants it
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 9])
+def test_a_scheduler_that_is_closed_leaves_no_chunk_waiting(attached, ahead):
+    model = attached("llama")
+    ids, exact = exact_case(model)
+    logits, _ = full(model, ids)
+    store, _, _ = stored(exact)
+    free = threading.Event()
+    store.gate = lambda key, start, data: data if free.wait(60) else None
+    scheduler = TransferScheduler(1)
+    tiers = TieredStore(Pool(), store)
+    chunks = fetched(Pipeline(tiers, scheduler, piece_bytes=1, ahead=ahead, whole_bytes=0), exact)
+    until(lambda: scheduler.state.running == 1)
+    scheduler.close(0)
+    free.set()
+    cache = BlendedCache(chunks, 0.3, "random")
+    got = in_time(lambda: run(model, ids, cache)).logits[:, -1]
+    assert (got - logits[:, -1]).abs().max() <= 1e-4
+    assert cache.report.misses == {"cancelled": 58}
+    assert (tiers.stats.misses, sum(tiers.stats.hits.values())) == (3, 0)
 
 
 def test_only_a_few_pieces_are_under_way(attached):
