@@ -105,7 +105,7 @@ class Pipeline:
         keys: Sequence[str],
         homes: Sequence[torch.device] = (),
         budget: Budget | None = None,
-        first: int = 0,
+        first: int | Callable[[], int] = 0,
         choose: Choose | None = None,
         progress: Progress | None = None,
     ) -> list[Fetched]:
@@ -114,8 +114,10 @@ class Pipeline:
         Args:
             keys: of chunks, in prompt order.
             homes: where each layer is wanted; the CPU if that is left open.
-            budget: how long stores that are not local may be waited for, here and while layers run.
-            first: the first layer whose stored states are wanted. Those before it come last, for the next prompt.
+            budget: how long stores that are not local may be waited for, here and while layers run; local ones are
+                waited for as long as they take.
+            first: the first layer whose stored states are wanted, or what says so once `choose` was asked. Those before
+                it come last, for the next prompt.
             choose: is told of all chunks that are there before the first of their layers is fetched, and names keys of
                 those that had better be computed from their text.
             progress: is told what has come.
@@ -137,7 +139,8 @@ class Pipeline:
             for key, opened in self._opened(lane, level, store, lacking, budget, homes[0]).items():
                 if isinstance(opened, Incoming):
                     coming.append(opened)
-                    chunk = ArrivingChunk.of(opened.arrival, opened.file.header, store.url, budget, **opened.fields)
+                    most = None if getattr(store, "local", False) else budget
+                    chunk = ArrivingChunk.of(opened.arrival, opened.file.header, store.url, most, **opened.fields)
                     found[key] = Fetched(chunk, store.url)
                 else:
                     whole.append(key)
@@ -152,7 +155,7 @@ class Pipeline:
         if coming:
             order = {key: i for i, key in enumerate(wanted)}
             coming.sort(key=lambda item: order[item.key])
-            pieces = cut(coming, first, self.piece_bytes)
+            pieces = cut(coming, first if isinstance(first, int) else first(), self.piece_bytes)
             transfer = Transfer(tiers, lane, pieces, homes, self.ahead, progress or Progress())
             for item in coming:
                 weakref.finalize(found[item.key].chunk, transfer.let_go)
@@ -171,7 +174,8 @@ class Pipeline:
         """Files that a store has, verified as far as their heads say; None for what is better read whole."""
         local = budget is None or getattr(store, "local", False)
         with nullcontext() if local else budget.spend():
-            heads = {key: lane.submit(self._open, level, store, key, device, cost_bytes=1 << 14) for key in keys}
+            given = (self._open, level, store)
+            heads = {key: lane.submit(*given, key, device, budget, cost_bytes=1 << 14) for key in keys}
             most = remaining(float("inf"))
             wait(heads.values(), None if most == float("inf") else most)
         opened = {}
@@ -188,7 +192,7 @@ class Pipeline:
                 store.stats.count("misses", "error")
         return opened
 
-    def _open(self, level: int, store: Store, key: str, device: torch.device) -> Any:
+    def _open(self, level: int, store: Store, key: str, device: torch.device, budget: Budget | None) -> Any:
         """The head of a file."""
         if (waiting := self.tiers.waiting(level, key)) is not None:
             source = StoreSource(key, len(waiting), [_Bytes(waiting)])
@@ -198,7 +202,8 @@ class Pipeline:
         elif size <= self.whole_bytes:
             return None
         else:
-            source = StoreSource(key, size, [store, *self.tiers.stores[level + 1 :]])
+            local = getattr(store, "local", False)  # then nobody else sees to the budget
+            source = StoreSource(key, size, [store, *self.tiers.stores[level + 1 :]], budget if local else None)
         file = self.tiers.opener.checked_head(key, source)
         if not file.header.layer0:
             raise ChunkFileError("layer 0 is not in the chunk file, and is not rebuilt here", reason="layer0")

@@ -272,6 +272,24 @@ def test_through_a_library(attached):
     assert (logits - want).abs().max() <= 1e-4
 
 
+@pytest.mark.parametrize(("floor", "recompute_ratio", "first"), [(0.0, 0.15, 0), (0.2, 0.0, 1)])
+def test_layers_come_in_the_order_that_the_chosen_ratio_wants(attached, monkeypatch, floor, recompute_ratio, first):
+    """At ratio 0 stored states of the first layer are read, at others not, whatever the library's default was."""
+    from blendkv.loading import pipeline
+    from tests.cases.stored import library
+
+    model, store, asked = attached("llama"), DictStore(local=True), []
+    with library(model, TieredStore(Pool(), store)) as writer:
+        writer(["one document of words"], "why?")
+    controller = Controller(costs(1e12), floor=floor, most=floor)
+    kv = library(model, TieredStore(Pool(), store), recompute_ratio=recompute_ratio, controller=controller)
+    kv.pipeline.whole_bytes = 0
+    cut = pipeline.cut
+    monkeypatch.setattr(pipeline, "cut", lambda coming, at, most: asked.append(at) or cut(coming, at, most))
+    inputs = kv(["one document of words"], "why?")
+    assert asked == [first] == [inputs.cache.reads_from]
+
+
 def test_a_controller_needs_a_road(attached):
     from tests.cases.stored import library
 

@@ -13,6 +13,7 @@ from blendkv.loading.pipeline import Pipeline
 from blendkv.loading.queues import FifoQueue
 from blendkv.loading.scheduler import TransferScheduler
 from blendkv.stores import Budget, TieredStore
+from blendkv.stores.deadline import remaining
 from blendkv.testing import FAMILIES, tiny_model
 from tests.chunks import assert_same
 from tests.helpers import exact_chunk, full, make_case, run, tokens, worst
@@ -288,6 +289,27 @@ def test_a_stalled_store_is_waited_for_as_long_as_the_budget_allows(attached):
     assert budget.left <= 0
     assert cache.report.misses == {"late": 58}
     free.set()
+
+
+def test_a_local_store_is_waited_for_whatever_the_budget_and_one_behind_it_is_not(attached):
+    model = attached("llama")
+    ids, exact = exact_case(model)
+    store, _, _ = stored(exact, RangeStore(local=True))
+    store.gate = lambda key, start, data: time.sleep(0.01) or data
+    pipeline = Pipeline(TieredStore(Pool(), store), TransferScheduler(2), piece_bytes=1, whole_bytes=0)
+    cache = BlendedCache(fetched(pipeline, exact, budget=Budget(0.0)), 0.3)
+    run(model, ids, cache)
+    assert not cache.report.misses
+
+    far, left = RangeStore("far"), []
+    far.gate = lambda key, start, data: left.append(remaining(99.0)) or data
+    stored(exact, far)
+    store.gate = failing_from(store, 2)
+    tiers = TieredStore(Pool(), store, far)
+    pipeline = Pipeline(tiers, TransferScheduler(2), piece_bytes=1, whole_bytes=0)
+    run(model, ids, BlendedCache(fetched(pipeline, exact, budget=Budget(30.0)), 0.3))
+    assert left
+    assert max(left) <= 30.0
 
 
 def test_a_prompt_that_nobody_wants_any_more_leaves_nothing_behind(attached):
