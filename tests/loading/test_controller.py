@@ -9,7 +9,16 @@ import torch
 from blendkv import MissingChunk, Pool, flops
 from blendkv.cache import make_schedule
 from blendkv.loading.controller import Controller, Offer, cheapest, slowest
-from blendkv.loading.costs import ComputeCosts, Costs, SourceCosts, calibration_path, fit_compute, machine, work_of
+from blendkv.loading.costs import (
+    ComputeCosts,
+    Costs,
+    SourceCosts,
+    asdict_of,
+    calibration_path,
+    fit_compute,
+    machine,
+    work_of,
+)
 from blendkv.loading.measuring import calibrate_machine, measure_source
 from blendkv.selectors import get_selector
 from blendkv.stores import DiskStore, TieredStore
@@ -180,6 +189,74 @@ def test_kept_and_read_again(tmp_path):
         (tmp_path / "w.json").write_text(json.dumps(wrong))
         with pytest.raises(ValueError, match="calibrat"):
             Costs.read(tmp_path / "w.json")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[" * 100_000,
+        *(
+            json.dumps({**said, part: value})
+            for said in [json.loads(json.dumps(asdict_of(costs(1e6)))) | {"version": 1}]
+            for part, value in [
+                ("decoding", {"raw": "fast"}),
+                ("decoding", {"raw": math.nan}),
+                ("sources", {URL: {"latency_s": 0.0, "bytes_per_s": 0}}),
+                ("sources", {URL: {"latency_s": 0.0, "bytes_per_s": math.inf}}),
+                ("sources", {URL: {"latency_s": 0.0, "bytes_per_s": 10**400}}),
+                ("sources", {URL: {"latency_s": -1.0, "bytes_per_s": 1e6}}),
+                ("sources", {URL: {"latency_s": math.nan, "bytes_per_s": 1e6}}),
+                ("sources", {URL: {"latency_s": None, "bytes_per_s": 1e6}}),
+                ("compute", {"fixed_s": 0.0, "linear_rate": "1e9", "attention_rate": 1e9}),
+                ("compute", {"fixed_s": 0.0, "linear_rate": -1e9, "attention_rate": 1e9}),
+                ("compute", {"fixed_s": math.inf, "linear_rate": 1e9, "attention_rate": 1e9}),
+            ]
+        ),
+    ],
+)
+def test_a_calibration_that_cannot_be_is_refused(tmp_path, monkeypatch, text):
+    monkeypatch.setenv("BLENDKV_HOME", str(tmp_path))
+    path = calibration_path("f" * 32)
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    ready = Controller().ready("f" * 32, torch.device("cpu"), torch.float32)
+    assert "is no calibration" in ready.notes[0]
+    assert ready.compute.linear_rate > 0
+    assert not ready.sources
+
+
+def test_each_model_has_costs_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("BLENDKV_HOME", str(tmp_path))
+    device, dtype = torch.device("cpu"), torch.float32
+    mine = Costs(COMPUTE, {URL: SourceCosts(0.0, 1e6)}, {}, machine(device), "f")
+    controller = Controller(mine)
+    for _ in range(3):
+        assert controller.ready("f", device, dtype) is mine
+        other = controller.ready("g", device, dtype)
+        other.saw_transfer("other://", 10**7, 1.0)
+    assert not mine.notes
+    assert list(mine.sources) == [URL]
+    assert len(other.notes) == 1
+    assert list(other.sources) == ["other://"]
+    assert controller.decide(SHAPE, offers(), 40, schedule, True, other).ttft_s is None
+    assert controller.decide(SHAPE, offers(), 40, schedule, True).ttft_s is not None
+
+
+def test_a_controller_that_raises_loses_no_chunk(attached, monkeypatch):
+    from tests.cases.stored import library
+
+    model, store = attached("llama"), DictStore(local=True)
+    with library(model, TieredStore(Pool(), store)) as writer:
+        writer(["one document of words"], "why?")
+    controller = Controller(costs(1e6))
+    monkeypatch.setattr(controller, "decide", lambda *args: 1 / 0)
+    kv = library(model, TieredStore(Pool(), store), controller=controller)
+    kv.pipeline.whole_bytes = 0
+    report = kv(["one document of words"], "why?").report
+    assert list(report.loaded) == [store.url]
+    assert not report.prefilled_tokens
+    assert "ZeroDivisionError" in " ".join(report.notes)
 
 
 def test_a_calibration_of_another_machine_or_model_is_not_used_and_said():
