@@ -38,6 +38,8 @@ WHOLE_BYTES = 1 << 16
 """Files up to this size are read whole, before anything is computed."""
 TEXT = "text"
 """Where chunks come from that are computed from their text, although a store has them."""
+TORN = frozenset({"truncated", "length", "header", "checksum"})
+"""What is wrong with a head may come of an entry that is written anew just now: read whole, it may be good."""
 Choose = Callable[[list[Offer]], Collection[str]]
 
 
@@ -204,7 +206,12 @@ class Pipeline:
         else:
             local = getattr(store, "local", False)  # then nobody else sees to the budget
             source = StoreSource(key, size, [store, *self.tiers.stores[level + 1 :]], budget if local else None)
-        file = self.tiers.opener.checked_head(key, source)
+        try:
+            file = self.tiers.opener.checked_head(key, source)
+        except ChunkFileError as error:
+            if error.reason not in TORN:
+                raise
+            return None
         if not file.header.layer0:
             raise ChunkFileError("layer 0 is not in the chunk file, and is not rebuilt here", reason="layer0")
         if device.type != "cpu" and for_kernels(file, device):
@@ -286,12 +293,20 @@ class Transfer:
             if item.arrival.deliver(first, *self._at_home(states, first)):
                 self._keep(item)
         except ChunkFileError as error:
-            if self._lost(item, error.reason):
+            if self._lost(item, error.reason) and not self._is_good(item):
                 self._tiers.discard(item.store, item.key, error.bare())
         except Absent:
             self._lost(item, LATE)
         except Exception as error:
             self._lost(item, f"error ({type(error).__name__})")
+
+    def _is_good(self, item: Incoming) -> bool:
+        """Whether a file is good if it is read at once, so that it is not it that was wrong, but what was read of two."""
+        with suppress(Exception):  # a plug-in's, or what is wrong with it
+            data = item.store.get(item.key)
+            self._tiers.opener.checked(item.key, data or b"", torch.device("cpu")).verify()
+            return True
+        return False
 
     def _lost(self, item: Incoming, why: str) -> bool:
         """A file will not come whole; whether that is news."""

@@ -3,11 +3,12 @@
 import gc
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
-from blendkv import BlendedCache, ChunkMissError, Pool, attach
+from blendkv import BlendedCache, ChunkMissError, Pool, attach, prefill
 from blendkv.loading.arriving import ArrivingChunk
 from blendkv.loading.pipeline import Pipeline
 from blendkv.loading.queues import FifoQueue
@@ -55,6 +56,13 @@ def failing_from(store, layer, gone=("all",), how=lambda data: None):
     """A gate that fails reads of a layer and those behind it."""
     at = {key: starts(store, key)[layer] for key in store.entries if "all" in gone or key in gone}
     return lambda key, start, data: how(data) if start >= at.get(key, 1 << 60) else data
+
+
+def damage(store, key, layer):
+    """Turns a bit of what is stored for a layer."""
+    data = bytearray(store.entries[key])
+    data[starts(store, key)[layer]] ^= 1
+    store.entries[key] = bytes(data)
 
 
 def stored(chunks, store=None, **kwargs):
@@ -221,13 +229,43 @@ def test_damage_in_the_middle_is_a_miss_and_put_out_of_use(attached):
     ids, exact = exact_case(model)
     logits, _ = full(model, ids)
     store, tiers, pipeline = stored(exact)
-    store.gate = failing_from(store, 2, [exact[1].key], lambda data: bytes([data[0] ^ 1]) + data[1:])
+    damage(store, exact[1].key, 2)
     cache = BlendedCache(fetched(pipeline, exact), 0.3, "random")
     assert (run(model, ids, cache).logits[:, -1] - logits[:, -1]).abs().max() <= 1e-4
     assert cache.report.misses == {"checksum": 11}
+    until(lambda: exact[1].key not in store.entries)
     assert tiers.stats.damaged == {store.url: 1}
-    assert exact[1].key not in store.entries
     assert exact[1].key not in tiers.pool
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_an_entry_that_is_written_anew_between_two_reads_stays(attached, at_once):
+    """Two who compute a chunk do not get the same numbers: what was read of both is wrong, and each of them good."""
+    model = attached("llama")
+    _, exact = exact_case(model)
+    twins = [replace(one, text="of another length" * at_once) for one in prefill(model, [one.ids for one in exact])]
+    store, anew = stored(exact)[0], stored(twins)[0].entries
+    tiers = TieredStore(Pool(), store)
+    pipeline = Pipeline(tiers, TransferScheduler(2), piece_bytes=1, whole_bytes=0)
+    size = store.size
+
+    def written_anew(key, start=0, data=b""):
+        store.entries[key] = anew[key]
+        return anew[key][start : start + len(data)]
+
+    if at_once:  # before anything was read
+        store.size = lambda key: (size(key), written_anew(key))[0]
+        got = [each.chunk for each in pipeline.fetch([chunk.key for chunk in exact])]
+        for chunk, one in zip(got, twins, strict=True):
+            assert_same(chunk, one)
+    else:
+        store.gate = written_anew
+        cache = BlendedCache(fetched(pipeline, exact), 0.3)
+        run(model, exact_case(model)[0], cache)
+        assert cache.report.misses == {"checksum": 58}
+    until(lambda: pipeline._scheduler.state.running == 0)
+    assert not tiers.stats.damaged
+    assert store.entries == anew
 
 
 def test_another_store_goes_on_where_the_first_stopped(attached):
@@ -420,8 +458,6 @@ def test_only_a_few_pieces_are_under_way(attached):
 
 @pytest.mark.parametrize("secret", [None, bytes(range(32))])
 def test_heads_are_checked_before_anything_is_computed(attached, secret):
-    from dataclasses import replace
-
     from blendkv.chunk import chunk_key
 
     model = attached("llama")
@@ -501,17 +537,16 @@ def test_what_is_lost_on_the_way_is_no_hit_and_is_written_anew_next_time(attache
         kv(document, "why?")
     right = dict(store.entries)
     (key,) = kv.keys(document)
-    store.gate = failing_from(store, 2, [key], lambda data: bytes([data[0] ^ 1]) + data[1:])
+    damage(store, key, 2)
     kv = library(model, TieredStore(Pool(), store))
     kv.pipeline.whole_bytes, kv.pipeline.piece_bytes = 0, 1
     inputs = kv(document, "why?")
     answer(model, inputs["input_ids"], inputs.cache, attention_mask=inputs["attention_mask"])
     assert inputs.report.misses == {"checksum": len(inputs.cache.chunks[0][1])}
-    assert key not in store.entries
+    until(lambda: key not in store.entries)
     assert sum(inputs.report.loaded.values()) == inputs.report.reused_tokens
     stats = kv.pool.stats
     assert (stats.misses, stats.damaged) == (1, {store.url: 1})
-    store.gate = None
     again = kv(document, "why?").report
     assert again.prefilled_tokens == len(inputs.cache.chunks[0][1])
     assert store.entries == right
