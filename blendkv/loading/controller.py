@@ -149,7 +149,9 @@ class Controller:
             costs: of the model (`ready`); None: those that the controller was made with.
 
         Returns:
-            The decision; `text` and ratios above the floor only where they make the first token no later.
+            The decision; `text` and ratios above the floor only where they make the first token no later. Where all
+            would come from text, and nothing was seen of the store for a minute, the first chunk is loaded all the
+            same: else a link that was slow once would never be found to be fast again.
         """
         costs = self.costs if costs is None else costs
         if costs is None or costs.compute is None or shape is None or not offers:
@@ -170,6 +172,8 @@ class Controller:
         best = min(plans, key=lambda plan: plan[0])
         if best[0] > WORTH * plans[0][0]:
             best = plans[0]
+        if far and not best[2] and costs.try_again(far[0].url):
+            best = plans[-2]
         _, load, _, given = best
         from_text = sum(offer.tokens for offer in given)
         ratio = self._hidden(lambda ratio: seconds(ratio, from_text), load)

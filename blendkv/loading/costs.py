@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +18,8 @@ from blendkv import flops
 from blendkv._paths import blendkv_home
 
 VERSION = 1
+RETRY_S = 60.0
+"""A store from which nothing would be loaded is given one chunk to show what it gives now, so many seconds apart."""
 _MOST = 1e15
 """Bytes a second that no transfer exceeds: what seems to be more is a clock that cannot tell."""
 SMOOTHING = 0.5
@@ -154,6 +157,8 @@ class Costs:
     fingerprint: str = ""
     notes: list[str] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+    _seen: dict[str, float] = field(default_factory=dict, repr=False, compare=False)
+    _made: float = field(default_factory=time.monotonic, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Refuses rates of decoding that are none."""
@@ -169,6 +174,16 @@ class Costs:
             if known is not None:  # in the logarithm: rates of links are off by factors
                 rate = math.exp((1 - SMOOTHING) * math.log(known.bytes_per_s) + SMOOTHING * math.log(rate))
             self.sources[url] = SourceCosts(known.latency_s if known else 0.0, rate)
+            self._seen[url] = time.monotonic()
+
+    def try_again(self, url: str) -> bool:
+        """Whether a store was neither seen nor tried for `RETRY_S`; it counts as tried now."""
+        with self._lock:
+            now = time.monotonic()
+            due = now - self._seen.get(url, self._made) >= RETRY_S
+            if due:
+                self._seen[url] = now
+            return due
 
     def load_seconds(self, url: str, files: int, nbytes: float, decoded: float, codec: str) -> float | None:
         """Time until files have come from a store and are decoded, layer by layer, while others come.

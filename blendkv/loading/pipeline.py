@@ -301,7 +301,7 @@ class Transfer:
             self._lost(item, f"error ({type(error).__name__})")
 
     def _is_good(self, item: Incoming) -> bool:
-        """Whether a file is good if it is read at once, so that it is not it that was wrong, but what was read of two."""
+        """Whether a file is good when it is read at once: then parts of two were read, one after the other."""
         with suppress(Exception):  # a plug-in's, or what is wrong with it
             data = item.store.get(item.key)
             self._tiers.opener.checked(item.key, data or b"", torch.device("cpu")).verify()

@@ -111,6 +111,27 @@ def test_what_takes_longer_to_load_than_to_compute_is_computed_from_text():
     assert decide(1e5, text=False).text == frozenset()
 
 
+def test_a_store_that_was_slow_is_tried_again(monkeypatch):
+    """Where nothing is loaded any more nothing would be learnt any more."""
+    known, clock = costs(1e7), [1000.0]
+    monkeypatch.setattr("blendkv.loading.costs.time.monotonic", lambda: clock[0])
+    known.saw_transfer(URL, 1 << 20, 1e4)  # a stall
+    controller = Controller(known)
+
+    def texts():
+        return len(controller.decide(SHAPE, offers(), 40, schedule, True).text)
+
+    clock[0] += 59
+    assert texts() == 6
+    clock[0] += 2
+    assert controller.decide(SHAPE, offers(), 40, schedule, True).text == {offer.key for offer in offers()[1:]}
+    assert texts() == 6  # not every prompt
+    clock[0] += 61
+    assert texts() == 5
+    known.saw_transfer(URL, 1 << 20, 1e-4)
+    assert texts() == 0
+
+
 def test_a_bound_on_what_may_be_chosen():
     assert decide(1.5e7, most=0.3, text=False).ratio == 0.3
     assert decide(1e12, floor=0.5).ratio == 0.5
