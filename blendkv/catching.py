@@ -92,5 +92,6 @@ def _behind(blend: Blend, rows: Tensor) -> Tensor:
     found = []
     for plan, now in zip(blend.plans, rows.cpu().numpy(), strict=True):
         lacking = np.setdiff1d(np.flatnonzero(plan.fresh), now)
-        found.append(upload(lacking if len(lacking) else now[-1:], rows.device))
+        # a row that lacks nothing runs one of its rows again: its first, as the last ones are those whose logits count
+        found.append(upload(lacking if len(lacking) else now[:1], rows.device))
     return torch.stack([left_pad(row, max(map(len, found))) for row in found])

@@ -313,10 +313,11 @@ class ChunkLibrary(PretrainedMixin):
         attachment = attachment_of(self.model)
         if self.pipeline is None or options["strict"] or attachment.masks != "lazy":
             return None
-        cache, report.loading = BlendedCache((), **options), Progress()
-        given: dict[str, Any] = {"first": cache.reads_from, "progress": report.loading}
+        selector, report.loading = get_selector(options["selector"]), Progress()
+        # asked once the controller has chosen a ratio: at ratio 0 the first layer is read, else often not
+        given: dict[str, Any] = {"first": lambda: BlendedCache((), **options).reads_from, "progress": report.loading}
         if self.controller is not None:
-            guided = Guided(self.controller, attachment, tokens, cache.selector, options, report)
+            guided = Guided(self.controller, attachment, tokens, selector, options, report)
             given |= {"choose": guided.choose}
             report.loading.on_loaded = guided.learn
         return partial(self.pipeline.fetch, **given)

@@ -96,18 +96,25 @@ class Controller:
         if not 0.0 <= floor <= most <= 1.0:
             raise ValueError(f"floor={floor}, most={most}: give 0 <= floor <= most <= 1")
         self.costs, self.floor, self.most, self.text = costs, floor, most, text
+        self._first: str | None = None
+        self._others: dict[str, Costs] = {}
         self._lock = threading.Lock()
 
     def ready(self, fingerprint: str, device: torch.device, dtype: torch.dtype) -> Costs:
         """The costs that hold for a model here; read or measured if none were given.
 
-        A calibration of another machine, or one that cannot be read, is not used: what matrix products reach here takes
-        its place, and `notes` say so.
+        What was given is the first model's that asks; each of the others has costs of its own. A calibration of another
+        machine, or one that cannot be read, is not used: what matrix products reach here takes its place, and `notes`
+        say so.
         """
         with self._lock:
             if self.costs is None:
                 self.costs = _kept(fingerprint)
-            here, costs = machine(device), self.costs
+            if self._first in (None, fingerprint):
+                self._first, costs = fingerprint, self.costs
+            elif (costs := self._others.get(fingerprint)) is None:
+                costs = self._others[fingerprint] = _kept(fingerprint)
+            here = machine(device)
             wrong = [
                 f"was made on {costs.machine!r}, and this is {here!r}" * (costs.machine != here),
                 "is of another model, or its weights have changed" * (costs.fingerprint != fingerprint),
@@ -123,7 +130,13 @@ class Controller:
             return costs
 
     def decide(
-        self, shape: flops.ModelShape | None, offers: Sequence[Offer], computed: int, schedule: Schedule, probe: bool
+        self,
+        shape: flops.ModelShape | None,
+        offers: Sequence[Offer],
+        computed: int,
+        schedule: Schedule,
+        probe: bool,
+        costs: Costs | None = None,
     ) -> Decision:
         """Chooses for one prompt.
 
@@ -133,11 +146,14 @@ class Controller:
             computed: tokens that are computed in any case: the question, chunks that nobody has.
             schedule: what a ratio means, layer -> share kept from there on.
             probe: whether the selector compares (`flops.blend_flops`).
+            costs: of the model (`ready`); None: those that the controller was made with.
 
         Returns:
-            The decision; `text` and ratios above the floor only where they make the first token no later.
+            The decision; `text` and ratios above the floor only where they make the first token no later. Where all
+            would come from text, and nothing was seen of the store for a minute, the first chunk is loaded all the
+            same: else a link that was slow once would never be found to be fast again.
         """
-        costs = self.costs
+        costs = self.costs if costs is None else costs
         if costs is None or costs.compute is None or shape is None or not offers:
             return Decision(self.floor, why="nothing is known of what computing costs here")
         far = [offer for offer in offers if offer.url]
@@ -156,6 +172,8 @@ class Controller:
         best = min(plans, key=lambda plan: plan[0])
         if best[0] > WORTH * plans[0][0]:
             best = plans[0]
+        if far and not best[2] and costs.try_again(far[0].url):
+            best = plans[-2]
         _, load, _, given = best
         from_text = sum(offer.tokens for offer in given)
         ratio = self._hidden(lambda ratio: seconds(ratio, from_text), load)

@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +18,10 @@ from blendkv import flops
 from blendkv._paths import blendkv_home
 
 VERSION = 1
+RETRY_S = 60.0
+"""A store from which nothing would be loaded is given one chunk to show what it gives now, so many seconds apart."""
+_MOST = 1e15
+"""Bytes a second that no transfer exceeds: what seems to be more is a clock that cannot tell."""
 SMOOTHING = 0.5
 """Weight of the newest figure when a rate is corrected."""
 
@@ -30,12 +35,20 @@ class ComputeCosts:
         linear_rate: FLOPs a second of linear layers.
         attention_rate: FLOPs a second of attention.
         error: largest relative error at the points that it was fitted to.
+
+    Raises:
+        ValueError: for a rate that is not positive, or a time that is negative or without end.
     """
 
     fixed_s: float
     linear_rate: float
     attention_rate: float
     error: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuses what no machine has."""
+        _check_seconds(self.fixed_s)
+        _check_rates(self.linear_rate, self.attention_rate)
 
     def seconds(
         self, shape: flops.ModelShape, tokens: int, computed: int, schedule: Mapping[int, float], probe: bool = True
@@ -60,10 +73,19 @@ class SourceCosts:
     Attributes:
         latency_s: of a request.
         bytes_per_s: while it sends.
+
+    Raises:
+        ValueError: for a rate that is not positive or without end, or such a time.
     """
 
     latency_s: float
     bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        """Refuses what no store has; a rate without end could never be corrected."""
+        _check_seconds(self.latency_s)
+        _check_rates(self.bytes_per_s)
+        _check_seconds(self.bytes_per_s)
 
     def seconds(self, nbytes: float, requests: int = 1) -> float:
         """Time to fetch bytes in requests one after another."""
@@ -135,6 +157,12 @@ class Costs:
     fingerprint: str = ""
     notes: list[str] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+    _seen: dict[str, float] = field(default_factory=dict, repr=False, compare=False)
+    _made: float = field(default_factory=time.monotonic, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Refuses rates of decoding that are none."""
+        _check_rates(*self.decoding.values())
 
     def saw_transfer(self, url: str, nbytes: int, seconds: float) -> None:
         """Corrects the rate of a store by a transfer. One of no time, or too small to tell, says nothing."""
@@ -142,10 +170,20 @@ class Costs:
             return
         with self._lock:
             known = self.sources.get(url)
-            rate = nbytes / seconds
+            rate = min(nbytes / seconds, _MOST)
             if known is not None:  # in the logarithm: rates of links are off by factors
                 rate = math.exp((1 - SMOOTHING) * math.log(known.bytes_per_s) + SMOOTHING * math.log(rate))
             self.sources[url] = SourceCosts(known.latency_s if known else 0.0, rate)
+            self._seen[url] = time.monotonic()
+
+    def try_again(self, url: str) -> bool:
+        """Whether a store was neither seen nor tried for `RETRY_S`; it counts as tried now."""
+        with self._lock:
+            now = time.monotonic()
+            due = now - self._seen.get(url, self._made) >= RETRY_S
+            if due:
+                self._seen[url] = now
+            return due
 
     def load_seconds(self, url: str, files: int, nbytes: float, decoded: float, codec: str) -> float | None:
         """Time until files have come from a store and are decoded, layer by layer, while others come.
@@ -183,24 +221,30 @@ class Costs:
             ValueError: if it is no such file.
         """
         try:
-            said = json.loads(path.read_text(encoding="utf-8"))
+            said = json.loads(path.read_text(encoding="utf-8"), parse_int=float)  # no int is too large
             if said["version"] != VERSION:
                 raise ValueError(f"version {said['version']}")
             compute = said["compute"]
             costs = cls(
                 None if compute is None else ComputeCosts(**compute),
                 {str(url): SourceCosts(**each) for url, each in said["sources"].items()},
-                {str(name): float(rate) for name, rate in said["decoding"].items()},
+                {str(name): rate for name, rate in said["decoding"].items()},
                 str(said["machine"]),
                 str(said["fingerprint"]),
             )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(f"{path} is no calibration: {error}; run `blendkv calibrate` again") from error
-        rates = [*costs.decoding.values(), *(source.bytes_per_s for source in costs.sources.values())]
-        rates += [costs.compute.linear_rate, costs.compute.attention_rate] if costs.compute else []
-        if any(not rate > 0 for rate in rates):
-            raise ValueError(f"{path}: a rate that is not positive; run `blendkv calibrate` again")
         return costs
+
+
+def _check_rates(*rates: float) -> None:
+    if any(not rate > 0 for rate in rates):
+        raise ValueError(f"a rate of {min(rates)} a second: rates are positive")
+
+
+def _check_seconds(value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{value}: give a number, 0 or more, that is not without end")
 
 
 def asdict_of(costs: Costs) -> dict:

@@ -6,13 +6,13 @@ process's transfer slots in the order in which layers are computed.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ WHOLE_BYTES = 1 << 16
 """Files up to this size are read whole, before anything is computed."""
 TEXT = "text"
 """Where chunks come from that are computed from their text, although a store has them."""
+TORN = frozenset({"truncated", "length", "header", "checksum"})
+"""What is wrong with a head may come of an entry that is written anew just now: read whole, it may be good."""
 Choose = Callable[[list[Offer]], Collection[str]]
 
 
@@ -105,7 +107,7 @@ class Pipeline:
         keys: Sequence[str],
         homes: Sequence[torch.device] = (),
         budget: Budget | None = None,
-        first: int = 0,
+        first: int | Callable[[], int] = 0,
         choose: Choose | None = None,
         progress: Progress | None = None,
     ) -> list[Fetched]:
@@ -114,8 +116,10 @@ class Pipeline:
         Args:
             keys: of chunks, in prompt order.
             homes: where each layer is wanted; the CPU if that is left open.
-            budget: how long stores that are not local may be waited for, here and while layers run.
-            first: the first layer whose stored states are wanted. Those before it come last, for the next prompt.
+            budget: how long stores that are not local may be waited for, here and while layers run; local ones are
+                waited for as long as they take.
+            first: the first layer whose stored states are wanted, or what says so once `choose` was asked. Those before
+                it come last, for the next prompt.
             choose: is told of all chunks that are there before the first of their layers is fetched, and names keys of
                 those that had better be computed from their text.
             progress: is told what has come.
@@ -137,7 +141,8 @@ class Pipeline:
             for key, opened in self._opened(lane, level, store, lacking, budget, homes[0]).items():
                 if isinstance(opened, Incoming):
                     coming.append(opened)
-                    chunk = ArrivingChunk.of(opened.arrival, opened.file.header, store.url, budget, **opened.fields)
+                    most = None if getattr(store, "local", False) else budget
+                    chunk = ArrivingChunk.of(opened.arrival, opened.file.header, store.url, most, **opened.fields)
                     found[key] = Fetched(chunk, store.url)
                 else:
                     whole.append(key)
@@ -152,7 +157,7 @@ class Pipeline:
         if coming:
             order = {key: i for i, key in enumerate(wanted)}
             coming.sort(key=lambda item: order[item.key])
-            pieces = cut(coming, first, self.piece_bytes)
+            pieces = cut(coming, first if isinstance(first, int) else first(), self.piece_bytes)
             transfer = Transfer(tiers, lane, pieces, homes, self.ahead, progress or Progress())
             for item in coming:
                 weakref.finalize(found[item.key].chunk, transfer.let_go)
@@ -171,7 +176,8 @@ class Pipeline:
         """Files that a store has, verified as far as their heads say; None for what is better read whole."""
         local = budget is None or getattr(store, "local", False)
         with nullcontext() if local else budget.spend():
-            heads = {key: lane.submit(self._open, level, store, key, device, cost_bytes=1 << 14) for key in keys}
+            given = (self._open, level, store)
+            heads = {key: lane.submit(*given, key, device, budget, cost_bytes=1 << 14) for key in keys}
             most = remaining(float("inf"))
             wait(heads.values(), None if most == float("inf") else most)
         opened = {}
@@ -188,7 +194,7 @@ class Pipeline:
                 store.stats.count("misses", "error")
         return opened
 
-    def _open(self, level: int, store: Store, key: str, device: torch.device) -> Any:
+    def _open(self, level: int, store: Store, key: str, device: torch.device, budget: Budget | None) -> Any:
         """The head of a file."""
         if (waiting := self.tiers.waiting(level, key)) is not None:
             source = StoreSource(key, len(waiting), [_Bytes(waiting)])
@@ -198,8 +204,14 @@ class Pipeline:
         elif size <= self.whole_bytes:
             return None
         else:
-            source = StoreSource(key, size, [store, *self.tiers.stores[level + 1 :]])
-        file = self.tiers.opener.checked_head(key, source)
+            local = getattr(store, "local", False)  # then nobody else sees to the budget
+            source = StoreSource(key, size, [store, *self.tiers.stores[level + 1 :]], budget if local else None)
+        try:
+            file = self.tiers.opener.checked_head(key, source)
+        except ChunkFileError as error:
+            if error.reason not in TORN:
+                raise
+            return None
         if not file.header.layer0:
             raise ChunkFileError("layer 0 is not in the chunk file, and is not rebuilt here", reason="layer0")
         if device.type != "cpu" and for_kernels(file, device):
@@ -231,8 +243,7 @@ class Transfer:
     ) -> None:
         self._tiers, self._lane, self._homes, self._ahead = tiers, lane, homes, ahead
         self._left, self._progress = deque(pieces), progress
-        self._users = len({id(piece.of) for piece in pieces})
-        self._lock = threading.Lock()
+        self._users = [None] * len({id(piece.of) for piece in pieces})
 
     def begin(self) -> None:
         """Hands in the first pieces."""
@@ -241,29 +252,40 @@ class Transfer:
             self._next()
 
     def let_go(self) -> None:
-        """One chunk is of no use to anybody any more; after the last, what is not under way is not fetched."""
-        with self._lock:
-            self._users -= 1
-            if self._users:
-                return
-            self._left.clear()
-        self._lane.cancel()
+        """One chunk is of no use to anybody any more; after the last, what is not under way is not fetched.
 
-    def _next(self, done: Future | None = None) -> None:
-        with self._lock:
-            piece = self._left.popleft() if self._left else None
-        if piece is None:
+        The garbage collector calls this, in any thread and between any two steps of it, so it waits for no lock.
+        """
+        self._users.pop()
+        if not self._users:
+            self._left.clear()
+            self._lane.abandon()
+
+    def _next(self, before: Piece | None = None, done: Future | None = None) -> None:
+        if before is not None and done is not None and done.cancelled() and self._users:
+            self._lost(before.of, "cancelled")
+        if (piece := self._pop()) is None:
             return
         try:
             future = self._lane.submit(self._bring, piece, cost_bytes=piece.nbytes)
-        except RuntimeError:  # the scheduler was closed
+        except Exception:  # the scheduler was closed: nothing more will come
             self._lost(piece.of, "cancelled")
+            while (piece := self._pop()) is not None:
+                self._lost(piece.of, "cancelled")
             return
-        future.add_done_callback(self._next)
+        future.add_done_callback(partial(self._next, piece))
+
+    def _pop(self) -> Piece | None:
+        try:
+            return self._left.popleft()
+        except IndexError:
+            return None
 
     def _bring(self, piece: Piece) -> None:
         """Fetches, checks, decodes and hands over; no fault of a store or a file raises."""
         item = piece.of
+        if not self._users:
+            return
         try:
             states = item.file.units(piece.units)
             first = item.file.header.layers_of(piece.units.start).start
@@ -271,12 +293,20 @@ class Transfer:
             if item.arrival.deliver(first, *self._at_home(states, first)):
                 self._keep(item)
         except ChunkFileError as error:
-            if self._lost(item, error.reason):
+            if self._lost(item, error.reason) and not self._is_good(item):
                 self._tiers.discard(item.store, item.key, error.bare())
         except Absent:
             self._lost(item, LATE)
         except Exception as error:
             self._lost(item, f"error ({type(error).__name__})")
+
+    def _is_good(self, item: Incoming) -> bool:
+        """Whether a file is good when it is read at once: then parts of two were read, one after the other."""
+        with suppress(Exception):  # a plug-in's, or what is wrong with it
+            data = item.store.get(item.key)
+            self._tiers.opener.checked(item.key, data or b"", torch.device("cpu")).verify()
+            return True
+        return False
 
     def _lost(self, item: Incoming, why: str) -> bool:
         """A file will not come whole; whether that is news."""

@@ -8,6 +8,7 @@ behind one that needs a thousand. `blendkv bench fairness` compares the policies
 from __future__ import annotations
 
 import contextvars
+import os
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -107,6 +108,14 @@ class TransferScheduler:
         with self._lock:
             pieces = list(self._waiting.get(client, ()))
         return sum(piece.item[0].cancel() for piece in pieces)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no thread is in the middle of a change, not even this one: for finalizers, which must not wait."""
+        free = self._lock.acquire(blocking=False)
+        if free:
+            self._lock.release()
+        return free
 
     def lane(self, client: Hashable | None = None) -> Lane:
         """A request's own way in, which takes back what still waits when the request is over."""
@@ -238,6 +247,16 @@ class Lane:
             futures = list(self._futures)
         return sum(future.cancel() for future in futures)
 
+    def abandon(self) -> None:
+        """`cancel` for finalizers, which run in any thread, between any two steps of it.
+
+        Does nothing where that might wait for this very thread; a piece that nobody wants must find that out when it
+        gets its slot.
+        """
+        if self._scheduler.is_free and self._lock.acquire(blocking=False):
+            self._lock.release()
+            self.cancel()
+
     def close(self, timeout: float | None = None) -> bool:
         """Takes back what waits, and waits for what is under way; whether that ended in time."""
         self.cancel()
@@ -267,3 +286,13 @@ def shared_scheduler() -> TransferScheduler:
         if _SHARED is None:
             _SHARED = TransferScheduler()
         return _SHARED
+
+
+def _forked() -> None:
+    """A child process has none of its parent's threads: it makes a scheduler of its own."""
+    global _SHARED, _SHARED_LOCK
+    _SHARED, _SHARED_LOCK = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

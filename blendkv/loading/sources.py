@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
+
+from blendkv.stores.deadline import Budget
 
 
 class Ranged(Protocol):
@@ -29,14 +32,16 @@ class StoreSource:
         key: of the entry.
         size: bytes of it.
         stores: to be asked, in this order.
+        budget: how long those that are not local may be waited for; None: whoever waits for what is read sees to that.
 
     Attributes:
         keeps: whether what is read is kept, for `whole`.
     """
 
-    def __init__(self, key: str, size: int, stores: Sequence[Ranged]) -> None:
+    def __init__(self, key: str, size: int, stores: Sequence[Ranged], budget: Budget | None = None) -> None:
         self.key, self.size, self.keeps = key, size, True
         self._stores: list[Ranged] = list(stores)
+        self._budget = budget
         self._read: dict[int, bytes] = {}
         self._lock = threading.Lock()
 
@@ -71,6 +76,7 @@ class StoreSource:
 
     def _ask(self, store: Any, start: int, stop: int) -> bytes | None:
         try:
-            return store.get(self.key, start, stop)
+            with nullcontext() if self._budget is None or getattr(store, "local", False) else self._budget.spend():
+                return store.get(self.key, start, stop)
         except Exception:  # a plug-in's, for ours never raise
             return None

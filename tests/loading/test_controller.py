@@ -9,7 +9,16 @@ import torch
 from blendkv import MissingChunk, Pool, flops
 from blendkv.cache import make_schedule
 from blendkv.loading.controller import Controller, Offer, cheapest, slowest
-from blendkv.loading.costs import ComputeCosts, Costs, SourceCosts, calibration_path, fit_compute, machine, work_of
+from blendkv.loading.costs import (
+    ComputeCosts,
+    Costs,
+    SourceCosts,
+    asdict_of,
+    calibration_path,
+    fit_compute,
+    machine,
+    work_of,
+)
 from blendkv.loading.measuring import calibrate_machine, measure_source
 from blendkv.selectors import get_selector
 from blendkv.stores import DiskStore, TieredStore
@@ -102,6 +111,27 @@ def test_what_takes_longer_to_load_than_to_compute_is_computed_from_text():
     assert decide(1e5, text=False).text == frozenset()
 
 
+def test_a_store_that_was_slow_is_tried_again(monkeypatch):
+    """Where nothing is loaded any more nothing would be learnt any more."""
+    known, clock = costs(1e7), [1000.0]
+    monkeypatch.setattr("blendkv.loading.costs.time.monotonic", lambda: clock[0])
+    known.saw_transfer(URL, 1 << 20, 1e4)  # a stall
+    controller = Controller(known)
+
+    def texts():
+        return len(controller.decide(SHAPE, offers(), 40, schedule, True).text)
+
+    clock[0] += 59
+    assert texts() == 6
+    clock[0] += 2
+    assert controller.decide(SHAPE, offers(), 40, schedule, True).text == {offer.key for offer in offers()[1:]}
+    assert texts() == 6  # not every prompt
+    clock[0] += 61
+    assert texts() == 5
+    known.saw_transfer(URL, 1 << 20, 1e-4)
+    assert texts() == 0
+
+
 def test_a_bound_on_what_may_be_chosen():
     assert decide(1.5e7, most=0.3, text=False).ratio == 0.3
     assert decide(1e12, floor=0.5).ratio == 0.5
@@ -180,6 +210,74 @@ def test_kept_and_read_again(tmp_path):
         (tmp_path / "w.json").write_text(json.dumps(wrong))
         with pytest.raises(ValueError, match="calibrat"):
             Costs.read(tmp_path / "w.json")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[" * 100_000,
+        *(
+            json.dumps({**said, part: value})
+            for said in [json.loads(json.dumps(asdict_of(costs(1e6)))) | {"version": 1}]
+            for part, value in [
+                ("decoding", {"raw": "fast"}),
+                ("decoding", {"raw": math.nan}),
+                ("sources", {URL: {"latency_s": 0.0, "bytes_per_s": 0}}),
+                ("sources", {URL: {"latency_s": 0.0, "bytes_per_s": math.inf}}),
+                ("sources", {URL: {"latency_s": 0.0, "bytes_per_s": 10**400}}),
+                ("sources", {URL: {"latency_s": -1.0, "bytes_per_s": 1e6}}),
+                ("sources", {URL: {"latency_s": math.nan, "bytes_per_s": 1e6}}),
+                ("sources", {URL: {"latency_s": None, "bytes_per_s": 1e6}}),
+                ("compute", {"fixed_s": 0.0, "linear_rate": "1e9", "attention_rate": 1e9}),
+                ("compute", {"fixed_s": 0.0, "linear_rate": -1e9, "attention_rate": 1e9}),
+                ("compute", {"fixed_s": math.inf, "linear_rate": 1e9, "attention_rate": 1e9}),
+            ]
+        ),
+    ],
+)
+def test_a_calibration_that_cannot_be_is_refused(tmp_path, monkeypatch, text):
+    monkeypatch.setenv("BLENDKV_HOME", str(tmp_path))
+    path = calibration_path("f" * 32)
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    ready = Controller().ready("f" * 32, torch.device("cpu"), torch.float32)
+    assert "is no calibration" in ready.notes[0]
+    assert ready.compute.linear_rate > 0
+    assert not ready.sources
+
+
+def test_each_model_has_costs_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("BLENDKV_HOME", str(tmp_path))
+    device, dtype = torch.device("cpu"), torch.float32
+    mine = Costs(COMPUTE, {URL: SourceCosts(0.0, 1e6)}, {}, machine(device), "f")
+    controller = Controller(mine)
+    for _ in range(3):
+        assert controller.ready("f", device, dtype) is mine
+        other = controller.ready("g", device, dtype)
+        other.saw_transfer("other://", 10**7, 1.0)
+    assert not mine.notes
+    assert list(mine.sources) == [URL]
+    assert len(other.notes) == 1
+    assert list(other.sources) == ["other://"]
+    assert controller.decide(SHAPE, offers(), 40, schedule, True, other).ttft_s is None
+    assert controller.decide(SHAPE, offers(), 40, schedule, True).ttft_s is not None
+
+
+def test_a_controller_that_raises_loses_no_chunk(attached, monkeypatch):
+    from tests.cases.stored import library
+
+    model, store = attached("llama"), DictStore(local=True)
+    with library(model, TieredStore(Pool(), store)) as writer:
+        writer(["one document of words"], "why?")
+    controller = Controller(costs(1e6))
+    monkeypatch.setattr(controller, "decide", lambda *args: 1 / 0)
+    kv = library(model, TieredStore(Pool(), store), controller=controller)
+    kv.pipeline.whole_bytes = 0
+    report = kv(["one document of words"], "why?").report
+    assert list(report.loaded) == [store.url]
+    assert not report.prefilled_tokens
+    assert "ZeroDivisionError" in " ".join(report.notes)
 
 
 def test_a_calibration_of_another_machine_or_model_is_not_used_and_said():
@@ -270,6 +368,24 @@ def test_through_a_library(attached):
     assert sum(map(len, missing)) > 1000
     _, want = answer(model, inputs["input_ids"], attention_mask=inputs["attention_mask"])
     assert (logits - want).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize(("floor", "recompute_ratio", "first"), [(0.0, 0.15, 0), (0.2, 0.0, 1)])
+def test_layers_come_in_the_order_that_the_chosen_ratio_wants(attached, monkeypatch, floor, recompute_ratio, first):
+    """At ratio 0 stored states of the first layer are read, at others not, whatever the library's default was."""
+    from blendkv.loading import pipeline
+    from tests.cases.stored import library
+
+    model, store, asked = attached("llama"), DictStore(local=True), []
+    with library(model, TieredStore(Pool(), store)) as writer:
+        writer(["one document of words"], "why?")
+    controller = Controller(costs(1e12), floor=floor, most=floor)
+    kv = library(model, TieredStore(Pool(), store), recompute_ratio=recompute_ratio, controller=controller)
+    kv.pipeline.whole_bytes = 0
+    cut = pipeline.cut
+    monkeypatch.setattr(pipeline, "cut", lambda coming, at, most: asked.append(at) or cut(coming, at, most))
+    inputs = kv(["one document of words"], "why?")
+    assert asked == [first] == [inputs.cache.reads_from]
 
 
 def test_a_controller_needs_a_road(attached):

@@ -3,15 +3,18 @@
 import gc
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
-from blendkv import BlendedCache, ChunkMissError, Pool, attach
+from blendkv import BlendedCache, ChunkMissError, Pool, attach, prefill
 from blendkv.loading.arriving import ArrivingChunk
 from blendkv.loading.pipeline import Pipeline
+from blendkv.loading.queues import FifoQueue
 from blendkv.loading.scheduler import TransferScheduler
 from blendkv.stores import Budget, TieredStore
+from blendkv.stores.deadline import remaining
 from blendkv.testing import FAMILIES, tiny_model
 from tests.chunks import assert_same
 from tests.helpers import exact_chunk, full, make_case, run, tokens, worst
@@ -53,6 +56,13 @@ def failing_from(store, layer, gone=("all",), how=lambda data: None):
     """A gate that fails reads of a layer and those behind it."""
     at = {key: starts(store, key)[layer] for key in store.entries if "all" in gone or key in gone}
     return lambda key, start, data: how(data) if start >= at.get(key, 1 << 60) else data
+
+
+def damage(store, key, layer):
+    """Turns a bit of what is stored for a layer."""
+    data = bytearray(store.entries[key])
+    data[starts(store, key)[layer]] ^= 1
+    store.entries[key] = bytes(data)
 
 
 def stored(chunks, store=None, **kwargs):
@@ -187,6 +197,21 @@ def test_a_batch_of_which_one_row_loses_a_chunk(attached):
     assert cache.report.misses == {"late": 11}
 
 
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_the_logits_that_are_wanted_are_there_for_rows_of_a_batch_that_lose_nothing(attached, layer):
+    model = attached("llama")
+    ids, exact = exact_case(model)
+    other, more = exact_case(model, seed=5)
+    both = torch.cat([ids, other])
+    logits, _ = full(model, both)
+    store, _, pipeline = stored(exact + more)
+    store.gate = failing_from(store, layer, gone=[chunk.key for chunk in exact])
+    chunks = fetched(pipeline, exact + more)
+    cache = BlendedCache([chunks[:3], chunks[3:]], 0.3, "random")
+    got = run(model, both, cache, logits_to_keep=4).logits
+    assert (got[:, -4:] - logits[:, -4:]).abs().max() <= 1e-4
+
+
 def test_gradual_filtering_goes_on_after_a_loss(attached):
     model = attached("llama")
     ids, exact = exact_case(model)
@@ -204,13 +229,43 @@ def test_damage_in_the_middle_is_a_miss_and_put_out_of_use(attached):
     ids, exact = exact_case(model)
     logits, _ = full(model, ids)
     store, tiers, pipeline = stored(exact)
-    store.gate = failing_from(store, 2, [exact[1].key], lambda data: bytes([data[0] ^ 1]) + data[1:])
+    damage(store, exact[1].key, 2)
     cache = BlendedCache(fetched(pipeline, exact), 0.3, "random")
     assert (run(model, ids, cache).logits[:, -1] - logits[:, -1]).abs().max() <= 1e-4
     assert cache.report.misses == {"checksum": 11}
+    until(lambda: exact[1].key not in store.entries)
     assert tiers.stats.damaged == {store.url: 1}
-    assert exact[1].key not in store.entries
     assert exact[1].key not in tiers.pool
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_an_entry_that_is_written_anew_between_two_reads_stays(attached, at_once):
+    """Two who compute a chunk do not get the same numbers: what was read of both is wrong, and each of them good."""
+    model = attached("llama")
+    _, exact = exact_case(model)
+    twins = [replace(one, text="of another length" * at_once) for one in prefill(model, [one.ids for one in exact])]
+    store, anew = stored(exact)[0], stored(twins)[0].entries
+    tiers = TieredStore(Pool(), store)
+    pipeline = Pipeline(tiers, TransferScheduler(2), piece_bytes=1, whole_bytes=0)
+    size = store.size
+
+    def written_anew(key, start=0, data=b""):
+        store.entries[key] = anew[key]
+        return anew[key][start : start + len(data)]
+
+    if at_once:  # before anything was read
+        store.size = lambda key: (size(key), written_anew(key))[0]
+        got = [each.chunk for each in pipeline.fetch([chunk.key for chunk in exact])]
+        for chunk, one in zip(got, twins, strict=True):
+            assert_same(chunk, one)
+    else:
+        store.gate = written_anew
+        cache = BlendedCache(fetched(pipeline, exact), 0.3)
+        run(model, exact_case(model)[0], cache)
+        assert cache.report.misses == {"checksum": 58}
+    until(lambda: pipeline._scheduler.state.running == 0)
+    assert not tiers.stats.damaged
+    assert store.entries == anew
 
 
 def test_another_store_goes_on_where_the_first_stopped(attached):
@@ -221,7 +276,8 @@ def test_another_store_goes_on_where_the_first_stopped(attached):
     for store in (near, far):
         stored(exact, store)
     near.gate = failing_from(near, 2)
-    pipeline = Pipeline(tiers := TieredStore(Pool(), near, far), TransferScheduler(4), piece_bytes=1, whole_bytes=0)
+    tiers = TieredStore(Pool(), near, far)
+    pipeline = Pipeline(tiers, TransferScheduler(1), piece_bytes=1, whole_bytes=0)  # one slot: pieces keep their order
     cache = BlendedCache(fetched(pipeline, exact), 0.3, "random")
     assert (run(model, ids, cache).logits[:, -1] - logits[:, -1]).abs().max() <= 1e-4
     assert not cache.report.misses
@@ -273,6 +329,27 @@ def test_a_stalled_store_is_waited_for_as_long_as_the_budget_allows(attached):
     free.set()
 
 
+def test_a_local_store_is_waited_for_whatever_the_budget_and_one_behind_it_is_not(attached):
+    model = attached("llama")
+    ids, exact = exact_case(model)
+    store, _, _ = stored(exact, RangeStore(local=True))
+    store.gate = lambda key, start, data: time.sleep(0.01) or data
+    pipeline = Pipeline(TieredStore(Pool(), store), TransferScheduler(2), piece_bytes=1, whole_bytes=0)
+    cache = BlendedCache(fetched(pipeline, exact, budget=Budget(0.0)), 0.3)
+    run(model, ids, cache)
+    assert not cache.report.misses
+
+    far, left = RangeStore("far"), []
+    far.gate = lambda key, start, data: left.append(remaining(99.0)) or data
+    stored(exact, far)
+    store.gate = failing_from(store, 2)
+    tiers = TieredStore(Pool(), store, far)
+    pipeline = Pipeline(tiers, TransferScheduler(2), piece_bytes=1, whole_bytes=0)
+    run(model, ids, BlendedCache(fetched(pipeline, exact, budget=Budget(30.0)), 0.3))
+    assert left
+    assert max(left) <= 30.0
+
+
 def test_a_prompt_that_nobody_wants_any_more_leaves_nothing_behind(attached):
     model = attached("llama")
     _, exact = exact_case(model)
@@ -290,6 +367,71 @@ def test_a_prompt_that_nobody_wants_any_more_leaves_nothing_behind(attached):
     free.set()
     until(lambda: scheduler.state.threads == 0)
     assert len(store.reads) == 2
+
+
+def in_time(what, seconds=20):
+    """What a call gives, which must not hang."""
+    given = []
+    thread = threading.Thread(target=lambda: given.append(what()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert given, "it hangs, or raised"
+    return given[0]
+
+
+def test_the_garbage_collector_finds_chunks_while_the_scheduler_is_in_the_middle_of_a_change(attached):
+    """Chunks in a cycle are given up in whatever thread, between any two steps of it: that must wait for no lock."""
+    _, exact = exact_case(attached("llama"))
+    store, _, _ = stored(exact)
+    free = threading.Event()
+    store.gate = lambda key, start, data: data if free.wait(60) else None
+
+    class Collecting(FifoQueue):
+        collects = False
+
+        def push(self, piece):
+            if self.collects:
+                gc.collect()
+            super().push(piece)
+
+    queue = Collecting()
+    scheduler = TransferScheduler(1, queue, linger=0.01)
+    pipeline = Pipeline(TieredStore(Pool(), store), scheduler, piece_bytes=1, whole_bytes=0)
+    cycle = {"chunks": fetched(pipeline, exact)}
+    cycle["me"] = cycle
+    until(lambda: scheduler.state.running == 1)
+    gc.disable()
+    try:
+        del cycle
+        queue.collects = True
+        future = in_time(lambda: scheduler.submit("other", lambda: 5))
+    finally:
+        gc.enable()
+    free.set()
+    assert future.result(20) == 5
+    until(lambda: scheduler.state.threads == 0)
+    assert len(store.reads) == 1  # what waited for a slot found out that nobody wants it
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 9])
+def test_a_scheduler_that_is_closed_leaves_no_chunk_waiting(attached, ahead):
+    model = attached("llama")
+    ids, exact = exact_case(model)
+    logits, _ = full(model, ids)
+    store, _, _ = stored(exact)
+    free = threading.Event()
+    store.gate = lambda key, start, data: data if free.wait(60) else None
+    scheduler = TransferScheduler(1)
+    tiers = TieredStore(Pool(), store)
+    chunks = fetched(Pipeline(tiers, scheduler, piece_bytes=1, ahead=ahead, whole_bytes=0), exact)
+    until(lambda: scheduler.state.running == 1)
+    scheduler.close(0)
+    free.set()
+    cache = BlendedCache(chunks, 0.3, "random")
+    got = in_time(lambda: run(model, ids, cache)).logits[:, -1]
+    assert (got - logits[:, -1]).abs().max() <= 1e-4
+    assert cache.report.misses == {"cancelled": 58}
+    assert (tiers.stats.misses, sum(tiers.stats.hits.values())) == (3, 0)
 
 
 def test_only_a_few_pieces_are_under_way(attached):
@@ -316,8 +458,6 @@ def test_only_a_few_pieces_are_under_way(attached):
 
 @pytest.mark.parametrize("secret", [None, bytes(range(32))])
 def test_heads_are_checked_before_anything_is_computed(attached, secret):
-    from dataclasses import replace
-
     from blendkv.chunk import chunk_key
 
     model = attached("llama")
@@ -397,17 +537,16 @@ def test_what_is_lost_on_the_way_is_no_hit_and_is_written_anew_next_time(attache
         kv(document, "why?")
     right = dict(store.entries)
     (key,) = kv.keys(document)
-    store.gate = failing_from(store, 2, [key], lambda data: bytes([data[0] ^ 1]) + data[1:])
+    damage(store, key, 2)
     kv = library(model, TieredStore(Pool(), store))
     kv.pipeline.whole_bytes, kv.pipeline.piece_bytes = 0, 1
     inputs = kv(document, "why?")
     answer(model, inputs["input_ids"], inputs.cache, attention_mask=inputs["attention_mask"])
     assert inputs.report.misses == {"checksum": len(inputs.cache.chunks[0][1])}
-    assert key not in store.entries
+    until(lambda: key not in store.entries)
     assert sum(inputs.report.loaded.values()) == inputs.report.reused_tokens
     stats = kv.pool.stats
     assert (stats.misses, stats.damaged) == (1, {store.url: 1})
-    store.gate = None
     again = kv(document, "why?").report
     assert again.prefilled_tokens == len(inputs.cache.chunks[0][1])
     assert store.entries == right

@@ -1,6 +1,7 @@
 """Transfers share slots: bounded, cancelled, failing, in whatever thread; and nothing is left behind."""
 
 import gc
+import os
 import threading
 import time
 import weakref
@@ -233,6 +234,25 @@ def test_a_light_client_is_not_stuck_behind_a_flood(policy, fair):
 def test_one_for_the_process():
     assert shared_scheduler() is shared_scheduler()
     assert shared_scheduler().submit("x", int, "1").result(20) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_process_makes_its_own():
+    """It has none of its parent's threads, which wait for work or are at it."""
+    shared, free = shared_scheduler(), threading.Event()
+    futures = [shared.submit("parent", free.wait, 60) for _ in range(shared.slots)]
+    try:
+        if (pid := os.fork()) == 0:
+            try:
+                os._exit(shared_scheduler().submit("child", lambda: 7).result(30))
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    finally:
+        free.set()
+    assert all(future.result(30) for future in futures)
+    assert shared_scheduler() is shared
 
 
 def test_no_slots():
