@@ -175,12 +175,17 @@ class Pipeline:
     ) -> dict[str, Incoming | None]:
         """Files that a store has, verified as far as their heads say; None for what is better read whole."""
         local = budget is None or getattr(store, "local", False)
+        opened: dict[str, Any] = {}
         with nullcontext() if local else budget.spend():
-            given = (self._open, level, store)
-            heads = {key: lane.submit(*given, key, device, budget, cost_bytes=1 << 14) for key in keys}
+            sizes = self._sizes(level, store, keys)
+            opened |= {key: None for key in keys if (sizes.get(key) or self.whole_bytes + 1) <= self.whole_bytes}
+            heads = {
+                key: lane.submit(self._open, level, store, key, device, budget, sizes.get(key), cost_bytes=1 << 14)
+                for key in keys
+                if key not in opened and sizes.get(key, 0) is not None
+            }
             most = remaining(float("inf"))
             wait(heads.values(), None if most == float("inf") else most)
-        opened = {}
         for key, head in heads.items():
             if not head.done():
                 head.cancel()
@@ -194,11 +199,25 @@ class Pipeline:
                 store.stats.count("misses", "error")
         return opened
 
-    def _open(self, level: int, store: Store, key: str, device: torch.device, budget: Budget | None) -> Any:
-        """The head of a file."""
+    def _sizes(self, level: int, store: Store, keys: Sequence[str]) -> dict[str, int | None]:
+        """Sizes of entries, None of those that are absent, from a store that tells many at once; else nothing."""
+        asked = [key for key in keys if self.tiers.waiting(level, key) is None]
+        sizes: Any = getattr(store, "sizes", None)
+        if sizes is None or not asked:
+            return {}
+        try:
+            return dict.fromkeys(asked) | sizes(asked)
+        except Exception:  # a plug-in's, for ours never raise
+            store.stats.count("misses", "error", len(asked))
+            return dict.fromkeys(asked)
+
+    def _open(
+        self, level: int, store: Store, key: str, device: torch.device, budget: Budget | None, size: int | None
+    ) -> Any:
+        """The head of a file, of which the size may be known."""
         if (waiting := self.tiers.waiting(level, key)) is not None:
             source = StoreSource(key, len(waiting), [_Bytes(waiting)])
-        elif (size := store.size(key)) is None:
+        elif (size := store.size(key) if size is None else size) is None:
             store.stats.count("misses")
             return _NOTHING
         elif size <= self.whole_bytes:

@@ -73,7 +73,7 @@ class Reader:
         self.waited = max(self.waited, report.seconds["load"] - self.usual)
         assert self.waited <= 1.1 * DEADLINE + NOISE
         if not document.hit:
-            assert report.misses["absent"] >= document.found
+            assert sum(report.misses.values()) >= document.found
         return document.hit
 
     def down(self, seconds: float = 0.0) -> None:
@@ -146,7 +146,8 @@ def test_d37_behind_one_megabit(model, server, proxy):
     assert reader.fill()
     assert reader.read()
     proxy.rate = 125_000
-    reader.down()
+    for _ in range(7):  # it answers, if slowly, so it is asked again: each prompt waits no longer than its deadline
+        assert not reader.read()
     proxy.rate = None
     proxy.drop()
     reader.back()
