@@ -388,7 +388,7 @@ def _after_decoder(decoder: nn.Module, args: tuple, kwargs: dict[str, Any], outp
         output.hidden_states = tuple(
             h if h is None else blend.expand(h, r) for h, r in zip(output.hidden_states, rows, strict=True)
         )
-    if getattr(output, "attentions", None) is not None:
+    if getattr(output, "attentions", None):  # without eager attention transformers gives none of them
         output.attentions = tuple(
             a if a is None else blend.expand(a.transpose(1, 2), r).transpose(1, 2)
             for a, (r, _) in zip(output.attentions, blend.filled, strict=True)

@@ -143,3 +143,13 @@ def test_many_rows_cross_block_borders(attached):
     model = attached("qwen2")
     case = make_case(model, (150, 90, 60), seed=8, question=9)
     compare(model, case, BlendedCache(case.caches, recompute_ratio=0.5), {1: 0.5}, tolerance=1e-3)
+
+
+def test_attentions_that_transformers_does_not_give_are_no_error(attached):
+    """SDPA computes none: full prefill gives an empty tuple, whatever was asked for."""
+    model = attached("llama")
+    case = make_case(model)
+    want = run(model, case.ids, BlendedCache(case.caches, 0.3)).logits
+    output = run(model, case.ids, BlendedCache(case.caches, 0.3), output_attentions=True)
+    assert not output.attentions
+    assert (output.logits[:, -1] - want[:, -1]).abs().max() <= 1e-4

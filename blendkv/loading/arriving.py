@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -31,6 +31,7 @@ class Arrival:
         self._states: list[tuple[Tensor, Tensor] | None] = [None] * layers
         self._events: dict[int, Any] = {}
         self._why: str | None = None
+        self._missed = False
         self._changed = threading.Condition()
 
     def deliver(self, first: int, states: Sequence[tuple[Tensor, Tensor]], event: Any = None) -> bool:
@@ -57,6 +58,18 @@ class Arrival:
         with self._changed:
             first, self._why = self._why is None, self._why or why
             self._changed.notify_all()
+            return first
+
+    @property
+    def failed(self) -> bool:
+        """Whether layers that have not come will not."""
+        with self._changed:
+            return self._why is not None
+
+    def miss(self) -> bool:
+        """Somebody goes on without it, because it came late or not at all; whether that is news."""
+        with self._changed:
+            first, self._missed = not self._missed, True
             return first
 
     def wait(self, layer: int, seconds: float = math.inf) -> str | None:
@@ -120,7 +133,15 @@ class ArrivingChunk(ChunkCache):
     tier: str
 
     @classmethod
-    def of(cls, arrival: Arrival, header: Header, tier: str, budget: Budget | None, **fields: Any) -> Self:
+    def of(
+        cls,
+        arrival: Arrival,
+        header: Header,
+        tier: str,
+        budget: Budget | None,
+        late: Callable[[], object] = lambda: None,
+        **fields: Any,
+    ) -> Self:
         """The chunk of a file whose head has been verified.
 
         Args:
@@ -128,6 +149,7 @@ class ArrivingChunk(ChunkCache):
             header: of the file.
             tier: URL of the store.
             budget: how long its prompt may wait, in all.
+            late: called when a prompt goes on without it because that was over.
             **fields: of the chunk, other than keys and values.
         """
         count = len(header.layers)
@@ -142,6 +164,7 @@ class ArrivingChunk(ChunkCache):
             tier=tier,
             _arrival=arrival,
             _budget=budget,
+            _late=late,
             _bytes=header.decoded_bytes,
         )
         return chunk
@@ -157,7 +180,10 @@ class ArrivingChunk(ChunkCache):
         if budget is None:
             return arrival.wait(layer)
         with budget.spend():
-            return arrival.wait(layer, remaining(math.inf))
+            why = arrival.wait(layer, remaining(math.inf))
+        if why == LATE:
+            self.__dict__["_late"]()
+        return why
 
     @property
     def nbytes(self) -> int:

@@ -142,8 +142,8 @@ class Pipeline:
                 if isinstance(opened, Incoming):
                     coming.append(opened)
                     most = None if getattr(store, "local", False) else budget
-                    chunk = ArrivingChunk.of(opened.arrival, opened.file.header, store.url, most, **opened.fields)
-                    found[key] = Fetched(chunk, store.url)
+                    given = (opened.arrival, opened.file.header, store.url, most, partial(self._late, opened))
+                    found[key] = Fetched(ArrivingChunk.of(*given, **opened.fields), store.url)
                 else:
                     whole.append(key)
         if choose is not None:
@@ -210,6 +210,12 @@ class Pipeline:
         except Exception:  # a plug-in's, for ours never raise
             store.stats.count("misses", "error", len(asked))
             return dict.fromkeys(asked)
+
+    def _late(self, item: Incoming) -> None:
+        """A prompt went on without a file that was counted as a hit."""
+        if not item.arrival.failed and item.arrival.miss():
+            self.tiers.lost(item.store.url)
+            item.store.stats.count("misses", "deadline")
 
     def _open(
         self, level: int, store: Store, key: str, device: torch.device, budget: Budget | None, size: int | None
@@ -331,7 +337,8 @@ class Transfer:
         """A file will not come whole; whether that is news."""
         if not item.arrival.fail(why):
             return False
-        self._tiers.lost(item.store.url)
+        if item.arrival.miss():
+            self._tiers.lost(item.store.url)
         return True
 
     def _at_home(self, states: list, first: int) -> tuple[list, Any]:

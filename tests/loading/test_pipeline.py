@@ -326,7 +326,11 @@ def test_a_stalled_store_is_waited_for_as_long_as_the_budget_allows(attached):
     assert time.monotonic() - begin < 30
     assert budget.left <= 0
     assert cache.report.misses == {"late": 58}
+    assert (pipeline.tiers.stats.misses, sum(pipeline.tiers.stats.hits.values())) == (3, 0)
+    assert store.stats.faults == {"deadline": 3}
     free.set()
+    until(lambda: pipeline._scheduler.state.running == 0)
+    assert (pipeline.tiers.stats.misses, sum(pipeline.tiers.stats.hits.values())) == (3, 0)
 
 
 def test_a_local_store_is_waited_for_whatever_the_budget_and_one_behind_it_is_not(attached):
