@@ -21,9 +21,9 @@ from blendkv.pace import matmul_rate
 FLOOR = 0.15
 """The smallest share of reused tokens that is recomputed (CacheBlend's r*)."""
 STEP = 0.01
-MARGIN = 0.95
+MARGIN = 0.8
 """More is recomputed only where that is predicted to take no more than this share of the time of loading."""
-WORTH = 0.97
+WORTH = 0.9
 """A chunk is computed from text only where the first token is predicted to come in this share of the time, or less."""
 
 Schedule = Callable[[float], Mapping[int, float]]
