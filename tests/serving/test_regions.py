@@ -269,9 +269,9 @@ def test_following_by_hand(tmp_path):
         assert second["heard"] >= 0  # all that was announced before it was asked
         begin = time.monotonic()
         threading.Timer(0.1, centre.write, ("y", KEYS)).start()
-        third = news(after=second["next"], epoch=second["epoch"], wait=5)
+        third = news(after=second["next"], epoch=second["epoch"], wait=50)
         assert [each["name"] for each in third["updates"]] == ["y"]
-        assert time.monotonic() - begin < 4  # it did not wait for the end
+        assert time.monotonic() - begin < 30  # it did not wait for the end
         assert news(after=third["next"], epoch=third["epoch"], wait=0.01)["updates"] == []
         gap = news(after=0, epoch="another")
         assert gap["updates"] == []
