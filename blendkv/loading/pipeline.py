@@ -22,8 +22,9 @@ from blendkv.loading.controller import Offer
 from blendkv.loading.progress import Progress
 from blendkv.loading.scheduler import Lane, TransferScheduler, shared_scheduler
 from blendkv.loading.sources import Absent, StoreSource
-from blendkv.loading.transfer import Incoming, Transfer, cut
+from blendkv.loading.transfer import Attempt, Incoming, Transfer, cut
 from blendkv.stores import Budget, Store, TieredStore
+from blendkv.stores.breaker import Breaker
 from blendkv.stores.deadline import remaining
 from blendkv.stores.pool import Fetched
 
@@ -61,6 +62,8 @@ class Pipeline:
     ) -> None:
         self.tiers, self._scheduler = tiers, scheduler
         self.piece_bytes, self.ahead, self.whole_bytes = piece_bytes, ahead, whole_bytes
+        self.breakers = [Breaker() for _ in tiers.stores]
+        """One a store: prompt after prompt that went on without it leaves it alone for a while."""
 
     def fetch(
         self,
@@ -94,11 +97,17 @@ class Pipeline:
         lane = scheduler.lane()
         coming: list[Incoming] = []
         whole: list[str] = []
+        attempts: list[Attempt] = []
         for level, store in enumerate(tiers.stores):
             lacking = [key for key in wanted if key not in found and key not in whole]
             if not lacking:
                 break
-            for key, opened in self._opened(lane, level, store, lacking, budget, homes[0]).items():
+            timed = budget is not None and not getattr(store, "local", False)
+            if timed and not self.breakers[level].allows():
+                store.stats.count("misses", "breaker", len(lacking))
+                continue
+            attempts.append(Attempt(self.breakers[level]))
+            for key, opened in self._opened(lane, level, store, lacking, budget, homes[0], attempts[-1]).items():
                 if isinstance(opened, Incoming):
                     coming.append(opened)
                     most = None if getattr(store, "local", False) else budget
@@ -110,6 +119,8 @@ class Pipeline:
             text = set(choose(_offers(wanted, found, coming)))
             coming = [item for item in coming if item.key not in text]
             found |= dict.fromkeys(text, Fetched(None, TEXT))
+        for attempt in attempts:
+            attempt.begin(sum(item.attempt is attempt for item in coming))
         if whole:  # small ones, and those that a GPU's kernels decode, many at once
             found |= {k: got for k, got in zip(whole, tiers.fetch(whole, homes, budget), strict=True) if got.chunk}
         counted = [key for key in wanted if key in found and found[key].chunk is not None and key not in whole]
@@ -132,6 +143,7 @@ class Pipeline:
         keys: Sequence[str],
         budget: Budget | None,
         device: torch.device,
+        attempt: Attempt,
     ) -> dict[str, Incoming | None]:
         """Files that a store has, verified as far as their heads say; None for what is better read whole."""
         local = budget is None or getattr(store, "local", False)
@@ -139,8 +151,9 @@ class Pipeline:
         with nullcontext() if local else budget.spend():
             sizes = self._sizes(level, store, keys)
             opened |= {key: None for key in keys if (sizes.get(key) or self.whole_bytes + 1) <= self.whole_bytes}
+            given = (self._open, level, store, attempt)
             heads = {
-                key: lane.submit(self._open, level, store, key, device, budget, sizes.get(key), cost_bytes=1 << 14)
+                key: lane.submit(*given, key, device, budget, sizes.get(key), cost_bytes=1 << 14)
                 for key in keys
                 if key not in opened and sizes.get(key, 0) is not None
             }
@@ -173,12 +186,20 @@ class Pipeline:
 
     def _late(self, item: Incoming) -> None:
         """A prompt went on without a file that was counted as a hit."""
+        item.attempt.late()
         if not item.arrival.failed and item.arrival.miss():
             self.tiers.lost(item.store.url)
             item.store.stats.count("misses", "deadline")
 
     def _open(
-        self, level: int, store: Store, key: str, device: torch.device, budget: Budget | None, size: int | None
+        self,
+        level: int,
+        store: Store,
+        attempt: Attempt,
+        key: str,
+        device: torch.device,
+        budget: Budget | None,
+        size: int | None,
     ) -> Any:
         """The head of a file, of which the size may be known."""
         if (waiting := self.tiers.waiting(level, key)) is not None:
@@ -202,7 +223,7 @@ class Pipeline:
         if device.type != "cpu" and for_kernels(file, device):
             return None
         source.keeps = level > 0 or self.tiers.pool.codec is not None
-        return Incoming(key, file, source, level, store, file.fields | {"scores": file.scores})
+        return Incoming(key, file, source, level, store, file.fields | {"scores": file.scores}, attempt)
 
 
 class _Bytes:

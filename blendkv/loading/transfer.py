@@ -20,6 +20,37 @@ from blendkv.loading.progress import Progress
 from blendkv.loading.scheduler import Lane
 from blendkv.loading.sources import Absent, StoreSource
 from blendkv.stores import Store, TieredStore
+from blendkv.stores.breaker import Breaker
+
+
+class Attempt:
+    """One prompt's files from one store: late if the prompt went on without one, well if all of them came before that.
+
+    Args:
+        breaker: is told, once.
+    """
+
+    def __init__(self, breaker: Breaker) -> None:
+        self._breaker, self._left, self._over = breaker, 0, False
+
+    def begin(self, files: int) -> None:
+        """So many files are on their way; with none there is nothing against the store."""
+        self._left = files
+        if not files:
+            self._breaker.succeeded()
+
+    def came(self) -> None:
+        """One file is there."""
+        self._left -= 1
+        if not self._left and not self._over:
+            self._over = True
+            self._breaker.succeeded()
+
+    def late(self) -> None:
+        """The prompt went on without one."""
+        if not self._over:
+            self._over = True
+            self._breaker.failed()
 
 
 @dataclass(eq=False)
@@ -33,6 +64,7 @@ class Incoming:
         level: of the store among the tiers.
         store: that has it.
         fields: of the chunk, besides keys and values.
+        attempt: of its prompt on that store.
         arrival: of its layers.
     """
 
@@ -42,6 +74,7 @@ class Incoming:
     level: int
     store: Store
     fields: dict[str, Any]
+    attempt: Attempt
     arrival: Arrival = field(init=False)
 
     def __post_init__(self) -> None:
@@ -130,6 +163,7 @@ class Transfer:
             first = item.file.header.layers_of(piece.units.start).start
             self._progress.came(item.store.url, piece.nbytes, piece.wanted)
             if item.arrival.deliver(first, *self._at_home(states, first)):
+                item.attempt.came()
                 self._keep(item)
         except ChunkFileError as error:
             if self._lost(item, error.reason) and not self._is_good(item):

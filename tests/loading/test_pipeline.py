@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from blendkv import BlendedCache, ChunkMissError, Pool, attach, prefill
+from blendkv import BlendedCache, ChunkMissError, MissingChunk, Pool, attach, prefill
 from blendkv.loading.arriving import ArrivingChunk
 from blendkv.loading.pipeline import Pipeline
 from blendkv.loading.queues import FifoQueue
 from blendkv.loading.scheduler import TransferScheduler
 from blendkv.stores import Budget, TieredStore
+from blendkv.stores.breaker import Breaker
 from blendkv.stores.deadline import remaining
 from blendkv.testing import FAMILIES, tiny_model
 from tests.chunks import assert_same
@@ -554,3 +555,38 @@ def test_what_is_lost_on_the_way_is_no_hit_and_is_written_anew_next_time(attache
     again = kv(document, "why?").report
     assert again.prefilled_tokens == len(inputs.cache.chunks[0][1])
     assert store.entries == right
+
+
+def test_a_store_that_prompts_go_on_without_is_left_alone_for_a_while(attached):
+    """It answers when it is asked for heads, and never sends the rest: after five prompts no other one waits for it."""
+    model = attached("llama")
+    ids, exact = exact_case(model)
+    store, tiers, _ = stored(exact)
+    free, now = threading.Event(), [0.0]
+    pipeline = Pipeline(tiers, TransferScheduler(64), piece_bytes=1, whole_bytes=0)
+    pipeline.breakers = [Breaker(clock=lambda: now[0])]
+
+    def hits():
+        chunks = [
+            got.chunk or MissingChunk(chunk.ids)
+            for got, chunk in zip(pipeline.fetch([c.key for c in exact], budget=Budget(0.05)), exact, strict=True)
+        ]
+        run(model, ids, cache := BlendedCache(chunks, 0.3, "random"))
+        return sum(use.hit for use in cache.report.chunks)
+
+    store.gate = failing_from(store, 2, how=lambda data: data if free.wait(60) else None)
+    assert [hits() for _ in range(5)] == [0] * 5
+    assert pipeline.breakers[0].state == "open"
+    calls = len(store.calls)
+    assert hits() == 0
+    assert len(store.calls) == calls  # nobody asked
+    assert store.stats.faults["breaker"] == 3
+    now[0] += 2
+    assert hits() == 0  # one finds out that it is no better
+    assert pipeline.breakers[0].state == "open"
+    free.set()
+    store.gate, now[0] = None, now[0] + 2
+    tiers.pool.clear()
+    for chunk in fetched(pipeline, exact, budget=Budget(30.0)):
+        assert chunk.lacks(LAYERS - 1) is None
+    until(lambda: pipeline.breakers[0].state == "closed")
