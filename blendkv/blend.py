@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -107,6 +107,7 @@ class Blend:
         else:
             tables = self.graphs.tables if self.graphs is not None else new_tables(devices)
             self.buffers = KernelBuffers(*given, sizes=facts.sizes, dtype=facts.dtype, devices=devices, tables=tables)
+            self._open.callback(self.buffers.close)
             self.report.kernels = "Triton" if self.graphs is None else "Triton; CUDA graphs of layers that are short"
         if reason is not None or self.cache.strict or not self.first_narrowed or self._may_ask:
             self.prepare()
@@ -184,15 +185,19 @@ class Blend:
         """
         selector = self.cache.selector
         layers, device = len(self.facts.rotations), self.ids.device
-        self._question = Question(self.plans, layers, selector.layers, selector.last, device)
-        graphs, self.graphs, self.asking = self.graphs, None, True
+        self.asking = True
         try:
             with self.report.clock.stage("question", device):
-                self.set_rows(self._question.rows)
-                with suppress(Enough):
+                self._question = Question(self.plans, layers, selector.layers, selector.last, device, self.graphs)
+                self.set_rows(self._question.rows, graphs=None)
+                try:
                     yield
+                except Enough as enough:
+                    enough.__traceback__ = None  # its frames hold hidden states
         finally:
-            self.graphs, self.asking, self.rows = graphs, False, None
+            if self.graphs is not None:
+                self.graphs.leave()
+            self.asking, self.rows = False, None
             self._narrowed.clear()
             for layer in self.cache.blended:
                 layer.resize(0)
@@ -254,15 +259,18 @@ class Blend:
         self.set_rows(self.rows[:, -self._outputs :].contiguous(), graphs=False)
         return torch.arange(width - self._outputs, width, device=device).expand(len(self.plans), -1)
 
-    def set_rows(self, rows: Tensor, graphs: bool = True) -> None:
-        """From here on `rows [B, S]` are computed, ascending prompt indices; by CUDA graphs, if those are wanted."""
+    def set_rows(self, rows: Tensor, graphs: bool | None = True) -> None:
+        """From here on `rows [B, S]` are computed, ascending prompt indices.
+
+        CUDA graphs do it if those are wanted; None: they know already.
+        """
         self.rows = rows
         self._narrowed.clear()
         self._rows_at: dict[torch.device, Tensor] = {}
         self._masks: dict[tuple[int, torch.device], RowMask] = {}
         if self.graphs is not None and graphs:
             self.graphs.enter(rows)
-        elif self.graphs is not None:
+        elif self.graphs is not None and graphs is not None:
             self.graphs.leave()
 
     def _rows_on(self, device: torch.device) -> Tensor:
@@ -380,6 +388,8 @@ class Blend:
         """A layer's keys and values are there, written by `fill` or by a CUDA graph."""
         if layer_idx == len(self.filled) and not self.aside:
             self.filled.append((self.rows, self.chosen if self.rows is not None else None))
+        if self.asking and self._question is not None:
+            self._question.note(layer_idx)
         self.cache.blended[layer_idx].resize(self.length)
 
     # -- after the last layer ---------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -23,6 +24,8 @@ from blendkv.report import Clock
 from blendkv.rope import Rotation, on_device
 
 Sizes = tuple[int, int, int]
+GROUP_BYTES = 1 << 28
+"""Layers of pinned chunks are read together until they are so many bytes: thousands of small copies cost more."""
 
 
 class Buffers:
@@ -61,6 +64,9 @@ class Buffers:
 
     def replan(self) -> None:
         """Some chunks of the plans will not come: from here on they are not placed."""
+
+    def close(self) -> None:
+        """Nothing is written from here on; what is under way comes before anything that follows."""
 
     def ready(self, layer_idx: int) -> None:
         """Sees to it that a CUDA graph, which places nothing, finds the layer's stored states."""
@@ -154,6 +160,9 @@ class KernelBuffers(Buffers):
         self.sizes, self.dtype, self.devices, self.tables = sizes, dtype, devices, tables
         self._spans: list[tuple[int, Span, ChunkCache]] = []
         self._pieces: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._later: deque[range] = deque()
+        self._begun: dict[torch.device, torch.cuda.Event] = {}
+        self._coming: dict[int, torch.cuda.Event] = {}
 
     def table(self, layer_idx: int) -> Tensor:
         """See `Buffers`."""
@@ -162,7 +171,8 @@ class KernelBuffers(Buffers):
     def prepare(self, first: int) -> None:
         """Places every layer from `first` on whose chunks are all on its device, in as few launches as there are kinds.
 
-        Layers with chunks in host memory follow one by one, when they are needed.
+        Layers with chunks pinned in host memory follow one by one, beside what the GPU computes; those with chunks
+        elsewhere when they are needed.
         """
         batch = self.positions.shape[0]
         for layer, (heads, dim, value_dim), device in zip(self.layers, self.sizes, self.devices, strict=True):
@@ -176,6 +186,54 @@ class KernelBuffers(Buffers):
             layers = list(run)
             self._launch(range(layers[0], layers[-1] + 1), [chunk.addresses for _, _, chunk in self._spans])
             self.placed.update(layers)
+        rest = (i for i, d in enumerate(self.devices) if d.type == "cuda" and all(h[i] in (None, d) for h in homes))
+        self._read_ahead([i for i in rest if i >= first and i not in self.placed])
+
+    def _read_ahead(self, layers: Sequence[int]) -> None:
+        """Has layers read from pinned memory beside what the GPU computes, the first of them now."""
+        pinned = [chunk for _, _, chunk in self._spans if None in chunk.homes]
+        if not layers or not pinned or any(chunk.piece is None for chunk in pinned):
+            return
+        most = max(1, GROUP_BYTES // max(1, sum(chunk.nbytes for _, _, chunk in self._spans) // len(self.layers)))
+        for _, run in groupby(layers, key=lambda i: (i - layers.index(i), *self._kind(i))):
+            left, size = list(run), 1
+            while left:
+                self._later.append(range(left[0], left[0] + len(left[:size])))
+                left, size = left[size:], min(2 * size, most)
+        for device in {self.devices[i] for i in layers}:
+            self._cut(device)
+            for rotation in {self.rotations[i] for i in layers}:
+                self.angles(rotation, device)
+            self._begun[device] = torch.cuda.current_stream(device).record_event()
+        self._read_next()
+        self._read_next()
+
+    def _read_next(self) -> None:
+        """Copies a few more layers to their GPU and places them, on a stream of its own; `ready` waits for them.
+
+        A copy engine does the reading: a kernel that waits for host memory would keep others from the multiprocessors.
+        """
+        if not self._later:
+            return
+        layers = self._later.popleft()
+        device = self.devices[layers[0]]
+        with torch.cuda.stream(_side_stream(device)):
+            moved = [_moved(chunk, layers, device) for _, _, chunk in self._spans]
+            torch.cuda.current_stream(device).wait_event(self._begun[device])  # until then others may own the buffers
+            self._launch(layers, [base for base, _ in moved], whole=False)
+            event = torch.cuda.current_stream(device).record_event()
+        self._coming.update(dict.fromkeys(layers, event))
+        self.placed.update(layers)
+
+    def close(self) -> None:
+        """See `Buffers`."""
+        self._later.clear()
+        for i in list(self._coming):
+            self._await(i)
+
+    def _await(self, layer_idx: int) -> None:
+        if (event := self._coming.pop(layer_idx, None)) is not None:
+            torch.cuda.current_stream(self.devices[layer_idx]).wait_event(event)
 
     def replan(self) -> None:
         """See `Buffers`."""
@@ -191,6 +249,12 @@ class KernelBuffers(Buffers):
 
     def ready(self, layer_idx: int) -> None:
         """See `Buffers`. Chunks that a GPU cannot read go through a copy on the device, of this layer alone."""
+        while any(layer_idx in layers for layers in self._later):
+            self._read_next()
+        if layer_idx in self._coming:
+            self._await(layer_idx)
+            if layer_idx + 1 not in self._coming:
+                self._read_next()
         if layer_idx in self.placed:
             return
         self.placed.add(layer_idx)
@@ -208,19 +272,16 @@ class KernelBuffers(Buffers):
         """One launch for layers of one kind; `bases` of all layers (`whole`) or of these alone."""
         if not self._spans:
             return
-        from blendkv.kernels.placing import cut, locate, rotate_and_place
+        from blendkv.kernels.placing import locate, rotate_and_place
 
         first = layers[0]
         device, rotation = self.devices[first], self.rotations[first]
         with self.clock.stage("place", device), kernels.on(device):
-            if device not in self._pieces:
-                cuts = cut([(b, span.start, span.length, len(chunk)) for b, span, chunk in self._spans])
-                self._pieces[device] = upload(cuts[0], device), upload(cuts[1], device)
             located = [(base, span.offset) for base, (_, span, _) in zip(bases, self._spans, strict=True)]
-            sources = upload(locate(located, layers if whole else range(1)), device)
+            sources = upload(locate(located, layers if whole else range(len(layers))), device)
             rotate_and_place(
                 sources,
-                *self._pieces[device],
+                *self._cut(device),
                 self.tables[device],
                 layers,
                 self.sizes[first],
@@ -228,6 +289,15 @@ class KernelBuffers(Buffers):
                 rotation.pairing,
                 self.angles(rotation, device),
             )
+
+    def _cut(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The spans as tiles of work, on a device; made once."""
+        from blendkv.kernels.placing import cut
+
+        if device not in self._pieces:
+            cuts = cut([(b, span.start, span.length, len(chunk)) for b, span, chunk in self._spans])
+            self._pieces[device] = upload(cuts[0], device), upload(cuts[1], device)
+        return self._pieces[device]
 
     def write(self, layer_idx: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """See `Buffers`."""
@@ -240,6 +310,30 @@ class KernelBuffers(Buffers):
 
         with kernels.on(fresh.device):
             return deviation(fresh, rows, self.table(layer_idx), layer_idx, "keys" if source == "k" else "values")
+
+
+def _moved(chunk: ChunkCache, layers: range, device: torch.device) -> tuple[np.ndarray, Tensor | None]:
+    """Addresses on a GPU of some layers of a chunk, as `ChunkCache.addresses`; and what holds them, if it is a copy."""
+    bases = chunk.addresses[layers.start : layers.stop]
+    if chunk.homes[layers[0]] == device:
+        return bases, None
+    piece = chunk.piece
+    assert piece is not None
+    start, last = int(bases[0, 0, 0]), layers[-1]
+    stop = int(bases[-1, 1, 0]) + chunk.sizes[last][0] * len(chunk) * int(bases[-1, 1, 1])
+    here = piece[start - piece.data_ptr() : stop - piece.data_ptr()].to(device, non_blocking=True)
+    bases = bases.copy()
+    bases[..., 0] += here.data_ptr() - start
+    return bases, here
+
+
+_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    if device not in _STREAMS:
+        _STREAMS[device] = torch.cuda.Stream(device)
+    return _STREAMS[device]
 
 
 def scatter(table: Tensor, layer_idx: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:

@@ -8,13 +8,14 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from blendkv.kernels.table import address
+from blendkv.kernels.table import ALIGN, address
 
 KEY_VERSION = 1
 
@@ -122,6 +123,16 @@ class ChunkCache:
         )
 
     @cached_property
+    def piece(self) -> Tensor | None:
+        """Bytes that hold all layers in order, keys before values, as `pin_memory` lays them; None if nothing does."""
+        memory, first = self.keys[0].untyped_storage(), self.addresses[0, 0, 0]
+        starts = self.addresses[..., 0].ravel()
+        same = {t.untyped_storage().data_ptr() for t in (*self.keys, *self.values)} == {memory.data_ptr()}
+        if not same or first != memory.data_ptr() or (np.diff(starts) <= 0).any():
+            return None
+        return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
+
+    @cached_property
     def sizes(self) -> tuple[tuple[int, int, int], ...]:
         """For each layer (KV heads, key dim, value dim)."""
         return tuple((k.shape[0], k.shape[2], v.shape[2]) for k, v in zip(self.keys, self.values, strict=True))
@@ -164,9 +175,18 @@ class ChunkCache:
         return replace(self, keys=keys, values=values)
 
     def pin_memory(self) -> ChunkCache:
-        """This chunk in page-locked host memory, which a GPU reads directly and fast."""
-        keys, values = (tuple(t.cpu().pin_memory() for t in states) for states in (self.keys, self.values))
-        return replace(self, keys=keys, values=values)
+        """This chunk in page-locked host memory, which a GPU reads directly and fast: all layers in one piece.
+
+        The piece begins with keys and values of the first layer. Its size is a power of two, as torch pins memory.
+        """
+        states = [t for pair in zip(self.keys, self.values, strict=True) for t in pair]
+        starts = list(accumulate((-(-t.nbytes // ALIGN) * ALIGN for t in states), initial=0))
+        memory = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+        pinned = [
+            memory[start : start + t.nbytes].view(t.dtype).view(t.shape).copy_(t)
+            for start, t in zip(starts, states, strict=False)
+        ]
+        return replace(self, keys=tuple(pinned[::2]), values=tuple(pinned[1::2]))
 
 
 def _cut_out(tensor: Tensor) -> Tensor:

@@ -10,11 +10,10 @@ on other inputs; trusted from then on. What cannot be recorded, or does not agre
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from blendkv import _compat, kernels
 from blendkv.attention import RowMask
+from blendkv.recording import Recorder
 from blendkv.waits import Waits
 
 SHAPES = 24
@@ -57,12 +57,26 @@ class Recorded:
 
 @dataclass
 class Shape:
-    """Everything for one `[B, S]`: the graphs' own tensors on each device, and the graphs."""
+    """Everything for one `[B, S]`: the graphs' own tensors on each device, and the graphs.
+
+    Attributes:
+        held: by device and name, what a pass over these rows knows besides them.
+        outputs: by layer, what it says besides hidden states.
+    """
 
     rows: dict[torch.device, Tensor] = field(default_factory=dict)
     hidden: dict[torch.device, Tensor] = field(default_factory=dict)
     inputs: dict[tuple[torch.device, int], Tensor] = field(default_factory=dict)
     layers: dict[int, Recorded] = field(default_factory=dict)
+    held: dict[tuple[torch.device, str], Tensor] = field(default_factory=dict)
+    outputs: dict[int, Tensor] = field(default_factory=dict)
+
+    def put(self, layer_idx: int, value: Tensor) -> Tensor:
+        """Keeps what a layer says besides hidden states, where its graph will leave it too; returns it there."""
+        if layer_idx not in self.outputs:
+            with torch.inference_mode(False):
+                self.outputs[layer_idx] = torch.empty_like(value)
+        return self.outputs[layer_idx].copy_(value)
 
 
 class LayerGraphs:
@@ -81,8 +95,7 @@ class LayerGraphs:
         self.widest = int(LONG_SECONDS * FLOPS_PER_SECOND / row_flops) if row_flops else 1024
         self.refused: dict[int, str] = {}
         self._shapes: OrderedDict[tuple, Shape] = OrderedDict()
-        self._pools: dict[torch.device, Any] = {}
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.record = Recorder().record
         self._done: dict[torch.device, torch.cuda.Event] = {}
         self._lock = threading.Lock()
         self._modules = [m for layer in layers for m in layer.modules() if m is not layer]
@@ -109,10 +122,10 @@ class LayerGraphs:
         finally:
             self._lock.release()
 
-    def shape(self, batch: int, width: int) -> Shape:
+    def shape(self, name: tuple) -> Shape:
         """What is remembered of a shape."""
-        found = self._shapes.setdefault((batch, width), Shape())
-        self._shapes.move_to_end((batch, width))
+        found = self._shapes.setdefault(name, Shape())
+        self._shapes.move_to_end(name)
         if len(self._shapes) > SHAPES:
             self._shapes.popitem(last=False)
         return found
@@ -132,53 +145,6 @@ class LayerGraphs:
         pairs = zip(self._modules, self._forwards, strict=True)
         return any(m.__dict__.get("forward") is not forward for m, forward in pairs)
 
-    def record(self, device: torch.device, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-        """Records what `run` launches on a device; returns the graph and what `run` returned."""
-        with torch.cuda.device(device):
-            if device not in self._streams:
-                self._pools[device] = torch.cuda.graph_pool_handle()
-                self._streams[device] = torch.cuda.Stream(device)
-                with torch.cuda.stream(self._streams[device]):  # cuBLAS takes its workspace outside any recording
-                    for dtype in kernels.DTYPES:
-                        torch.ones(16, 16, dtype=dtype, device=device) @ torch.ones(16, 16, dtype=dtype, device=device)
-            stream, graph = self._streams[device], torch.cuda.CUDAGraph()
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream), _no_collection():
-                graph.capture_begin(pool=self._pools[device], capture_error_mode="thread_local")
-                try:
-                    out = run()
-                    graph.capture_end()
-                except BaseException:
-                    self._abandon(device, graph)
-                    del self._streams[device], self._pools[device]
-                    raise
-            torch.cuda.current_stream(device).wait_stream(stream)
-        return graph, out
-
-    def _abandon(self, device: torch.device, graph: torch.cuda.CUDAGraph) -> None:
-        """Clears up after a recording that failed: torch would go on as if it were under way."""
-        try:
-            graph.capture_end()
-        except RuntimeError:
-            torch._C._cuda_endAllocateToPool(device.index, self._pools[device])
-        self._pools[device] = torch.cuda.graph_pool_handle()
-        whole = torch.cuda.CUDAGraph()  # one that succeeds puts the random generator right
-        whole.capture_begin(pool=self._pools[device], capture_error_mode="thread_local")
-        torch.zeros(1, device=device)
-        whole.capture_end()
-
-
-@contextmanager
-def _no_collection() -> Generator[None]:
-    """Keeps Python from collecting garbage: a graph that is destroyed while another is recorded spoils it."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
 
 class GraphPass:
     """One forward's use of the graphs."""
@@ -186,6 +152,7 @@ class GraphPass:
     def __init__(self, graphs: LayerGraphs) -> None:
         self.graphs = graphs
         self._shape: Shape | None = None
+        self._last = 0
         self._loaded: dict[tuple[torch.device, int], tuple[int, Tensor]] = {}
         self._returned: list[StorageWeakRef] = []
         self._closed = False
@@ -212,17 +179,36 @@ class GraphPass:
             return rows
         return rows if rows <= 16 else -(-rows // 16) * 16
 
-    def enter(self, rows: Tensor) -> None:
-        """From here on `rows [B, S]` are computed."""
-        self._shape, self._loaded = None, {}
+    def enter(
+        self, rows: Tensor, kind: tuple = (), last: int | None = None, held: Mapping[str, Tensor] | None = None
+    ) -> Shape | None:
+        """From here on `rows [B, S]` are computed.
+
+        Args:
+            rows: prompt indices.
+            kind: what sets this pass apart from others over as many rows: they share no graphs.
+            last: the layer in which this pass ends, half-way: it runs as usual. None: it goes to the end.
+            held: what the layers read besides, by name; of the same shapes whenever rows and kind are.
+
+        Returns:
+            The graphs' own tensors; None where no graph is used.
+        """
+        self._shape, self._loaded, self._returned = None, {}, []
+        self._last = len(self.graphs.devices) if last is None else last
         if rows.shape[1] > self.graphs.widest:
-            return
-        self._shape = self.graphs.shape(*rows.shape)
+            return None
+        self._shape = self.graphs.shape((*rows.shape, *kind))
         for device in self.graphs.tables:
-            if device not in self._shape.rows:
-                with torch.inference_mode(False):
-                    self._shape.rows[device] = torch.empty_like(rows, device=device)
-            self._shape.rows[device].copy_(rows, non_blocking=True)
+            self._hold(self._shape.rows, device, rows, device)
+            for name, value in (held or {}).items():
+                self._hold(self._shape.held, (device, name), value, device)
+        return self._shape
+
+    def _hold(self, tensors: dict[Any, Tensor], name: Any, value: Tensor, device: torch.device) -> None:
+        if name not in tensors:
+            with torch.inference_mode(False):
+                tensors[name] = torch.empty_like(value, device=device)
+        tensors[name].copy_(value, non_blocking=True)
 
     def rows(self, device: torch.device) -> Tensor | None:
         """The graphs' own copy of the rows computed; None where no graph is used."""
@@ -247,7 +233,7 @@ class GraphPass:
         shape, mask = self._shape, kwargs.get("attention_mask")
         if shape is None or layer_idx in self.graphs.refused or not isinstance(mask, RowMask) or not mask.by_kernel:
             return forward(hidden, **kwargs)
-        if mask.padded:
+        if mask.padded or layer_idx >= self._last:
             return forward(hidden, **kwargs)
         device = self.graphs.devices[layer_idx]
         moving = {name: value for name, value in kwargs.items() if _compat.has_rows(name)}
@@ -324,17 +310,17 @@ class GraphPass:
         """Replays, runs as usual, and compares; the usual result is used."""
         given = own.clone()
         recorded.graph.replay()
-        replayed = own.clone()
+        replayed = [x.clone() for x in (own, shape.outputs.get(layer_idx)) if x is not None]
         own.copy_(given)
         device = self.graphs.devices[layer_idx]
         moving = {name: self._value(shape, device, value) for name, value in recorded.inputs.items()}
         output = forward(own, **kwargs | moving)
-        hidden = _unwrap(output)[0]
-        error = (replayed - hidden).float().square().mean().sqrt() / hidden.float().square().mean().sqrt()
-        if float(error) <= AGREES[own.dtype]:
+        usual = [x for x in (_unwrap(output)[0], shape.outputs.get(layer_idx)) if x is not None]
+        error = max(map(_off_by, replayed, usual))
+        if error <= AGREES[own.dtype]:
             recorded.proved = True
         else:
-            self.graphs.refused[layer_idx] = f"a replay is off by {float(error):.2g}"
+            self.graphs.refused[layer_idx] = f"a replay is off by {error:.2g}"
         return output
 
     def _load(self, shape: Shape, device: torch.device, value: Any) -> Any:
@@ -360,6 +346,11 @@ class GraphPass:
         if isinstance(value, tuple):
             return tuple(self._value(shape, device, part) for part in value)
         return shape.inputs[device, value.number] if isinstance(value, _Number) else value
+
+
+def _off_by(replayed: Tensor, usual: Tensor) -> float:
+    """RMS of the difference / RMS of the usual."""
+    return float((replayed - usual).float().square().mean().sqrt() / usual.float().square().mean().sqrt())
 
 
 @dataclass(frozen=True)

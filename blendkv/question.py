@@ -16,6 +16,7 @@ from torch import Tensor
 from blendkv import kernels
 from blendkv.attention import RowMask
 from blendkv.errors import UnsupportedModelError
+from blendkv.graphs import GraphPass, Shape
 from blendkv.kernels.table import upload
 from blendkv.mass import attention_mass
 from blendkv.plan import RowPlan
@@ -34,6 +35,7 @@ class Question:
         wanted: which of them count; None for all.
         last: how many of the question's last rows count; None for all.
         device: where rows are made.
+        graphs: CUDA graphs to use, or None.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Question:
         wanted: Sequence[int] | None,
         last: int | None,
         device: torch.device,
+        graphs: GraphPass | None = None,
     ) -> None:
         self.wanted = tuple(range(layers)) if wanted is None else tuple(sorted(set(wanted)))
         if not self.wanted or not 0 <= self.wanted[0] <= self.wanted[-1] < layers:
@@ -51,14 +54,22 @@ class Question:
         fresh = [np.flatnonzero(plan.fresh) for plan in plans]
         asks = [np.flatnonzero(plan.asks)[-(last or 0) :] for plan in plans]
         width, count = max(map(len, fresh)), max(map(len, asks))
+        if graphs is not None:
+            width = graphs.width(width)
+            count = min(graphs.width(count), width)
         self.rows = upload(np.stack([np.pad(row, (width - len(row), 0), "edge") for row in fresh]), device)
         """`[B, S]` prompt indices of the rows that run, ascending; the shorter are padded with their first."""
-        at = np.stack(
-            [_pad(np.searchsorted(f, a) + width - len(f), count, 0) for f, a in zip(fresh, asks, strict=True)]
-        )
+        at = np.tile(np.arange(width - count, width), (len(plans), 1))
+        for row, (f, a) in enumerate(zip(fresh, asks, strict=True)):
+            at[row, count - len(a) :] = np.searchsorted(f, a) + width - len(f)
+        self._whole = bool((at == np.arange(width - count, width)).all())
         self._at = upload(at, device)
         self._asking = upload(np.stack([_pad(row, count, -1) for row in asks]), device)
-        self._whole = bool((at == np.arange(width - count, width)).all())
+        self._tokens = _rounded(len(plans[0].fresh))
+        self._own: Shape | None = None
+        if graphs is not None:
+            kind = "question", self._tokens, count, self._whole, self.wanted
+            self._own = graphs.enter(self.rows, kind, self.wanted[-1], {"at": self._at, "asking": self._asking})
         self._masks: dict[int, tuple[RowMask, RowMask]] = {}
 
     def hear(self, layer: int, query: Tensor, key: Tensor, mask: RowMask, options: dict[str, Any]) -> None:
@@ -68,15 +79,21 @@ class Question:
             Enough: after the last layer wanted.
             UnsupportedModelError: if this layer adds something to its logits that would have to be known.
         """
-        if layer in self.wanted and layer not in self.mass:
+        if layer in self.wanted:
             if any(options.get(name) is not None for name in ("position_bias", "head_mask")):
                 raise UnsupportedModelError(
                     f"layer {layer} adds a bias to its attention that a question pass does not know: choose a selector "
                     "without attention, such as 'hkvd'"
                 )
-            self.mass[layer] = self._mass(layer, query, key, mask, options)
+            mass = self._mass(layer, query, key, mask, options)
+            self.mass[layer] = mass if self._own is None else self._own.put(layer, mass)
         if layer == self.wanted[-1]:
             raise Enough
+
+    def note(self, layer: int) -> None:
+        """A layer ran, perhaps by a CUDA graph, which leaves what it heard where it did before."""
+        if self._own is not None and layer in self._own.outputs:
+            self.mass[layer] = self._own.outputs[layer]
 
     def attention(self, b: int, rows: Tensor) -> dict[int, Tensor]:
         """For each of the layers wanted `[N]`: what prompt indices `rows [N]` of batch row `b` get.
@@ -97,10 +114,10 @@ class Question:
         if self._whole:
             query = query[:, :, -self._at.shape[1] :]
         else:
-            at = self._at.to(query.device)[:, None, :, None]
+            at = self._held("at", self._at, query.device)[:, None, :, None]
             query = query.gather(2, at.expand(-1, query.shape[1], -1, query.shape[3]))
         scaling = query.shape[3] ** -0.5 if options.get("scaling") is None else options["scaling"]
-        asking = self._asking.to(query.device)
+        asking = self._held("asking", self._asking, query.device)
         if not mask.by_kernel:
             if id(mask) not in self._masks:
                 self._masks[id(mask)] = mask, RowMask(mask.lazy, asking.clamp_min(0), padded=mask.padded)
@@ -117,13 +134,23 @@ class Question:
                 mask.table,
                 layer,
                 heads=key.shape[1],
-                tokens=key.shape[2],
+                tokens=self._tokens,
                 scaling=scaling,
                 window=mask.band.window,
                 softcap=options.get("softcap"),
                 sinks=options.get("s_aux"),
                 padding=mask.padding,
             )
+
+    def _held(self, name: str, value: Tensor, device: torch.device) -> Tensor:
+        """`value` on a device, where CUDA graphs read it."""
+        return value.to(device) if self._own is None else self._own.held[device, name]
+
+
+def _rounded(tokens: int) -> int:
+    """Up by an eighth at most, so that prompts of about this length share graphs."""
+    step = max(64, 1 << max(0, tokens.bit_length() - 4))
+    return -(-tokens // step) * step
 
 
 def _pad(row: np.ndarray, width: int, value: int) -> np.ndarray:

@@ -16,8 +16,9 @@ import torch
 
 from blendkv import kernels
 from blendkv.cache import BlendedCache
-from blendkv.graphs import LayerGraphs
+from blendkv.graphs import Shape
 from blendkv.kernels import naive
+from blendkv.recording import Recorder
 
 _graph: ContextVar = ContextVar("graph", default=None)
 _recording: ContextVar = ContextVar("recording", default=False)
@@ -71,6 +72,17 @@ def scattered_attention(query, rows, table, layer, heads, value_dim, scaling, **
     return naive.scattered_attention(query, rows, keys, values, scaling, **options).to(query.dtype)
 
 
+def attention_mass(query, rows, table, layer, heads, tokens, scaling, **options):
+    batch, _, _, dim = query.shape
+    keys, _, capacity, filled = table[layer].tolist()
+    mass = torch.zeros(batch, tokens)
+    if not _recording.get():
+        filled = min(filled, tokens)
+        stored = at(keys, (batch, heads, capacity, dim), query.dtype)[:, :, :filled]
+        mass[:, :filled] = naive.attention_mass(query, rows, stored, scaling, **options)
+    return mass
+
+
 class FakeGraph:
     def __init__(self, gpu, run):
         self.gpu, self.run, self.scatter = gpu, run, None
@@ -105,7 +117,10 @@ class FakeGPU:
         patch.setattr("blendkv.kernels.rows.deviation", deviation)
         patch.setattr("blendkv.kernels.placing.rotate_and_place", rotate_and_place)
         patch.setattr("blendkv.kernels.attention.scattered_attention", scattered_attention)
-        patch.setattr(LayerGraphs, "record", lambda graphs, device, run: self.record(run))
+        patch.setattr("blendkv.kernels.mass.attention_mass", attention_mass)
+        patch.setattr(Recorder, "record", lambda recorder, device, run: self.record(run))
+        own_put = Shape.put
+        patch.setattr(Shape, "put", lambda shape, i, x: shape.outputs[i] if _recording.get() else own_put(shape, i, x))
         own_update = BlendedCache.update
 
         def update(cache, keys, values, layer_idx, *args, **kwargs):

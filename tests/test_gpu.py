@@ -10,9 +10,13 @@ from transformers.cache_utils import DynamicCache
 from blendkv import _compat, attach, prefill, proof
 from blendkv.attaching import attachment_of
 from blendkv.attention import blending
+from blendkv.buffers import KernelBuffers
 from blendkv.cache import BlendedCache
+from blendkv.loading.arriving import ArrivingChunk
+from blendkv.loading.pipeline import Pipeline
 from blendkv.norms import FusedNorm
 from blendkv.selectors import HKVD
+from blendkv.stores import DiskStore, Pool, TieredStore
 from blendkv.testing import FAMILIES, REFUSED_FAMILIES, tiny_model
 from tests.helpers import make_case, run, tokens
 
@@ -195,6 +199,18 @@ def test_graphs_give_what_the_layers_give(blends, family, dtype):
     assert not blends.refused
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "smollm3"])
+@pytest.mark.parametrize("layers", ["", "-0:3"])
+def test_questions_by_graphs(blends, family, layers):
+    """In fp32, where both choose the same rows; the pass ends in its last layer, which has no graph."""
+    blends = blends(family, dtype=torch.float32)
+    for seed in range(4):
+        mine, _ = blends.check(seed, selector=f"attention{layers}")
+    assert blends.usual == [2 if layers else 3]
+    assert mine.report.seconds["question"] > 0
+    assert not blends.refused
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, 150])
 def test_forty_tokens_by_graphs(blends, dtype, window):
@@ -280,6 +296,60 @@ def test_graphs_with_chunks_in_host_memory(blends, where):
         blends.check(seed, where=move)
         assert blends.usual == [0]
         blends.check(seed, ("KERNELS",), where=move, selector="boundary")
+
+
+@pytest.mark.parametrize("selector", ["hkvd", "attention"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_pinned_layers_are_read_beside_the_model(blends, family, selector, monkeypatch):
+    """On a stream of their own, several layers together, whatever they are grouped by."""
+    monkeypatch.setattr("blendkv.buffers.GROUP_BYTES", 1 << 14)
+    blends, groups = blends(family, num_hidden_layers=7, dtype=torch.float32), []
+    own = KernelBuffers._read_next
+
+    def read_next(buffers):
+        groups.extend(list(buffers._later)[:1])
+        own(buffers)
+
+    monkeypatch.setattr(KernelBuffers, "_read_next", read_next)
+    for seed in range(4):
+        blends.check(seed, where=lambda chunk: chunk.pin_memory(), selector=selector)
+        read = [i for layers in groups for i in layers]
+        assert read == [i for _ in range(2) for i in range(selector == "hkvd", 7)]
+        groups.clear()
+        blends.check(seed, ("KERNELS",), where=lambda chunk: chunk.pin_memory(), selector=selector)
+        groups.clear()
+
+
+def test_a_blend_that_stops_waits_for_what_it_reads(blends):
+    """Buffers that a copy still writes to are not given to others."""
+    blends = blends(num_hidden_layers=7)
+    cache, ids = blends.cache(where=lambda chunk: chunk.pin_memory())
+    layer = attachment_of(blends.model).layers[3]
+    hook = layer.register_forward_pre_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        blends.run(ids, cache)
+    hook.remove()
+    assert not cache.layers or cache.work is None
+    blends.check(1, where=lambda chunk: chunk.pin_memory())
+
+
+@pytest.mark.parametrize("selector", ["hkvd", "attention"])
+def test_layers_from_a_disk_arrive_on_the_card(blends, tmp_path, selector):
+    """The pipeline copies pieces to the card beside the model; the answer is that of chunks which lie there."""
+    blends, store = blends(num_hidden_layers=7, dtype=torch.float32), DiskStore(tmp_path)
+    homes = attachment_of(blends.model).homes
+    for seed in range(4):
+        cache, ids = blends.cache(seed, selector=selector)
+        (chunks,) = cache.chunks
+        TieredStore(Pool(1), store, write="through").put_many(chunks)
+        want = blends.run(ids, cache)
+        pipeline = Pipeline(TieredStore(Pool(1), store), piece_bytes=1 << 12, whole_bytes=0)
+        found = pipeline.fetch([chunk.key for chunk in chunks], homes=homes, first=cache.reads_from)
+        coming = [got.chunk for got in found]
+        assert all(isinstance(chunk, ArrivingChunk) for chunk in coming)
+        other = BlendedCache(coming, 0.3, selector, reserve=4)
+        blends.close(blends.run(ids, other), want, 1e-5)
+        assert all(t.is_cuda for chunk in coming for t in (*chunk.keys, *chunk.values))
 
 
 def test_graphs_in_every_mode_stream_and_thread(blends):

@@ -18,9 +18,9 @@ from blendkv import BlendedCache, _compat, attach, detach, graphs, prefill
 from blendkv.attaching import attachment_of
 from blendkv.attachment import LayerForward
 from blendkv.norms import FusedNorm
-from blendkv.selectors import HKVD
+from blendkv.selectors import HKVD, Attention
 from blendkv.testing import tiny_model
-from tests.fakegpu import FakeGPU
+from tests.fakegpu import FakeGPU, FakeGraph
 from tests.helpers import generate, make_case, run, tokens
 
 pytest.importorskip("triton")
@@ -168,13 +168,53 @@ def test_gradual_schedule_with_two_widths_or_one(gpu, make, blend):
     assert len(attachment_of(model).graphs._shapes) == 2
 
 
-def test_the_question_pass_runs_without_graphs(gpu, make, blend):
+def test_the_question_pass_ends_without_a_graph(gpu, make, blend):
     model, counts = make(), []
     for seed in range(4):
         mine, _ = blend(model, seed, selector="attention")
-        counts.append(gpu.count()[:2])
+        counts.append(gpu.count())
         assert mine.report.seconds["question"] > 0
-    assert counts == [(LAYERS, 0), (0, LAYERS), (0, LAYERS), (0, LAYERS)]
+    asked = LAYERS - 1  # in the last one it ends half-way
+    assert counts[0] == (LAYERS + asked, 0, 2 * LAYERS)
+    assert counts[1] == (0, LAYERS + asked, 2 * LAYERS)
+    assert counts[2:] == [(0, LAYERS + asked, 1)] * 2
+    assert not attachment_of(model).graphs.refused
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "smollm3"])
+@pytest.mark.parametrize("settings", [{}, {"layers": (0, 1)}, {"last": 3}], ids=str)
+def test_a_question_by_graphs_hears_the_same(gpu, make, blend, family, settings):
+    """Prompts and questions of several lengths, in turn: what one left behind does not reach the next."""
+    model = make(family, **({"sliding_window": 12} if family == "mistral" else {}))
+    heard = []
+
+    class Spy(Attention):
+        def score(self, candidates):
+            heard.append(candidates.attention)
+            return super().score(candidates)
+
+    for seed, lengths in enumerate([(13, 9, 17), (13, 9, 17), (13, 9, 17), (12, 9, 18), (30, 40, 41), (12, 11, 17)]):
+        blend(model, seed, selector=Spy(**settings), lengths=lengths)
+        want, got = heard[-2:]
+        assert sorted(got) == sorted(want) == list(settings.get("layers", range(LAYERS)))
+        for layer in want:
+            same(got[layer], want[layer])
+    assert gpu.count()[1] > LAYERS
+
+
+def test_a_question_that_a_replay_hears_otherwise_is_not_trusted(gpu, make, blend, monkeypatch):
+    model, own = make(), FakeGraph.replay
+    blend(model, 0, selector="attention")
+
+    def replay(graph):
+        own(graph)
+        for shape in attachment_of(model).graphs._shapes.values():
+            for mass in shape.outputs.values():
+                mass += 1
+
+    monkeypatch.setattr(FakeGraph, "replay", replay)
+    blend(model, 1, selector="attention")
+    assert sorted(attachment_of(model).graphs.refused) == list(range(LAYERS - 1))
 
 
 def test_only_the_last_row_is_wanted(gpu, make, blend):
@@ -980,7 +1020,7 @@ def test_no_garbage_is_collected_while_a_graph_is_recorded():
     """A graph of a model that is gone, destroyed in the middle of a recording, would spoil it."""
     import gc
 
-    from blendkv.graphs import _no_collection
+    from blendkv.recording import _no_collection
 
     with _no_collection():
         assert not gc.isenabled()

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from blendkv.chunk import ChunkCache
 from blendkv.chunkfile import ChunkFile
 from blendkv.errors import ChunkFileError
+from blendkv.kernels.table import ALIGN
 from blendkv.loading.arriving import LATE, Arrival
 from blendkv.loading.progress import Progress
 from blendkv.loading.scheduler import Lane
@@ -199,8 +201,7 @@ class Transfer:
             return states, None
         stream = _side_stream(device)
         with torch.cuda.stream(stream):
-            moved = [tuple(t.pin_memory().to(device, non_blocking=True) for t in pair) for pair in states]
-            return moved, stream.record_event()
+            return _moved(states, device), stream.record_event()
 
     def _keep(self, item: Incoming) -> None:
         """All of a chunk is there: memory and nearer stores are given it."""
@@ -244,6 +245,22 @@ def _runs(item: Incoming, units: range, most: int, wanted: bool) -> list[Piece]:
             begin, size = unit, 0
         size += more
     return [*found, Piece(item, range(begin, units.stop), size, wanted)] if len(units) else found
+
+
+def _moved(states: Sequence[tuple[torch.Tensor, ...]], device: torch.device) -> list[tuple[torch.Tensor, ...]]:
+    """Tensors on a GPU, by one copy from pinned memory, on the current stream."""
+    starts = list(accumulate((-(-t.nbytes // ALIGN) * ALIGN for pair in states for t in pair), initial=0))
+    pinned = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+    places = iter(starts)
+    spans = [[(start := next(places), start + t.nbytes) for t in pair] for pair in states]
+    for pair, span in zip(states, spans, strict=True):
+        for t, (start, stop) in zip(pair, span, strict=True):
+            pinned[start:stop].copy_(t.reshape(-1).view(torch.uint8))
+    here = pinned.to(device, non_blocking=True)
+    return [
+        tuple(here[a:b].view(t.dtype).view(t.shape) for t, (a, b) in zip(pair, span, strict=True))
+        for pair, span in zip(states, spans, strict=True)
+    ]
 
 
 _STREAMS: dict[torch.device, Any] = {}
