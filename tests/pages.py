@@ -157,6 +157,24 @@ def _hub(world: World) -> Generator[None]:
             world.run = before
 
 
+@contextmanager
+def _prometheus(world: World) -> Generator[None]:
+    """The default registry, as it was before."""
+    from prometheus_client import REGISTRY
+
+    from blendkv import telemetry
+
+    yield
+    for told in telemetry._COLLECTORS[REGISTRY].told:
+        told.close()
+
+
+@contextmanager
+def _opentelemetry(world: World) -> Generator[None]:
+    """The global meter provider is one that drops everything, as it is until somebody sets another."""
+    yield
+
+
 def _has_valkey() -> bool:
     if find_spec("redis") is None:
         return False
@@ -171,5 +189,7 @@ NEEDS: dict[str, tuple[Callable[[World], Any], Callable[[], bool]]] = {
     "gateway": (_gateway, lambda: all(map(find_spec, ("aiohttp", "starlette", "uvicorn", "prometheus_client")))),
     "profile": (_profile, lambda: True),
     "hub": (_hub, lambda: True),
+    "prometheus": (_prometheus, lambda: find_spec("prometheus_client") is not None),
+    "opentelemetry": (_opentelemetry, lambda: find_spec("opentelemetry") is not None),
 }
 """What a block may need: how it is made, and whether it can be made here."""

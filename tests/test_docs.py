@@ -102,7 +102,7 @@ def test_blocks_run(page, world, capsys):
         assert [scope[name].report.recomputed_share for name in ("exact", "quick")] == [1.0, 0.0]
         assert scope["cache"].report.reused_tokens > 0
         assert any((world.folder / "chunks").iterdir())
-    if any("print(" in block.code for block in plain):
+    if any(block.code.startswith("print(") or "\nprint(" in block.code for block in plain):
         assert printed
 
 
@@ -116,18 +116,18 @@ def test_blocks_run_with_servers(page, world, capsys):
         for number, block in enumerate(RUN[page], 1):
             with world.having({"hub"} & set(block.needs)):
                 world.block(block.code, f"{page}.md, block {number}")
-        AFTER[page](world)
+        AFTER[page](world, capsys.readouterr().out)
         close_all(world.scope)
 
 
-def _served(world):
+def _served(world, printed):
     """Chunks of the library are with the gateway."""
     chunks = world.scope["kv"].prefill(world.scope["documents"])
     assert world.scope["kv"].flush(30)
     assert {chunk.key for chunk in chunks} <= set(blendkv.DiskStore(world.folder / "served").keys())
 
 
-def _streamed(world):
+def _streamed(world, printed):
     """All of them, from the store, none of them recomputed without need."""
     streamed = world.scope["streamed"]
     assert [chunk.key for chunk in streamed.chunks] == world.scope["keys"]
@@ -135,16 +135,16 @@ def _streamed(world):
     assert set(streamed.chosen) <= {"text", *world.scope["loss"]}
 
 
-def _named(world):
+def _named(world, printed):
     assert list(world.scope["region"].get("handbook").keys) == world.scope["keys"]
     assert world.scope["store"].url.startswith("redis://")
 
 
-def _coded(world):
+def _coded(world, printed):
     assert any("klt" in note for note in world.scope["inputs"].report.notes)
 
 
-def _kept(world):
+def _kept(world, printed):
     """Every tier has what was computed; the bucket is there."""
     chunks = world.scope["kv"].prefill(world.scope["documents"])
     assert world.scope["kv"].flush(30)
@@ -153,11 +153,16 @@ def _kept(world):
         assert all(store.size(chunk.key) for chunk in chunks), store.url
 
 
+def _counted(world, printed):
+    assert 'blendkv_prompts_total{library="support"} 1.0' in printed
+
+
 AFTER = {
     "guides/codecs": _coded,
     "guides/serving": _served,
     "guides/stores": _kept,
     "guides/streaming": _streamed,
+    "guides/telemetry": _counted,
     "guides/valkey": _named,
 }
 """What must hold when a page's blocks have run."""

@@ -61,6 +61,7 @@ EXTRAS = {
         tuple(f"serving.{name}" for name in ("app", "central", "chunks", "metrics", "protocol", "server")),
         ("serve --store {tmp}/chunks", f"inspect {KEY} --store http://127.0.0.1:9/chunks"),
     ),
+    "telemetry": Extra(("opentelemetry", "prometheus_client")),
 }
 """The extras of pyproject.toml."""
 NO_EXTRA = {"triton": tuple(f"kernels.{name}" for name in ("attention", "klt", "mass", "placing", "rans", "rows"))}
@@ -139,6 +140,24 @@ def load_bundled() -> list[str]:
         return ["load_model: a GGUF file without gguf is no error"]
 
 
+def count() -> list[str]:
+    """What went wrong in asking for counters without the packages that take them."""
+    from types import SimpleNamespace
+
+    from blendkv import Pool, telemetry
+
+    library, wrong = SimpleNamespace(pool=Pool(), on_report=lambda listener: lambda: None), []
+    for package, call in (("prometheus_client", telemetry.prometheus), ("opentelemetry", telemetry.opentelemetry)):
+        if find_spec(package) is None:
+            try:
+                call(library)  # type: ignore[arg-type]  # as much of a library as it takes
+            except ModuleNotFoundError as error:
+                wrong += judge(f"telemetry.{call.__name__}", str(error), "telemetry")
+            else:
+                wrong.append(f"telemetry.{call.__name__}: no error without {package}")
+    return wrong
+
+
 def main() -> int:
     """Prints what is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -146,7 +165,7 @@ def main() -> int:
     parser.add_argument("--extra", help="one that must be there")
     given = parser.parse_args()
     sys.modules.update(dict.fromkeys(given.hide))  # what is None there cannot be imported
-    wrong = import_all() + run_commands() + load_bundled()
+    wrong = import_all() + run_commands() + load_bundled() + count()
     if given.extra and not there(given.extra):
         wrong.append(f"blendkv[{given.extra}] does not bring {', '.join(EXTRAS[given.extra].packages)}")
     print("\n".join(wrong) or f"{len(modules())} modules; without: {', '.join(e for e in EXTRAS if not there(e))}")
