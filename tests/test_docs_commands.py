@@ -34,7 +34,7 @@ def arguments(line: str) -> list[str] | None:
     if not words or words[0].rpartition("/")[2] != "blendkv":
         return None
     end = next((i for i, word in enumerate(words) if word in OPERATORS), len(words))
-    return [word for word in words[1:end] if word != "..."]
+    return words[1:end]
 
 
 def named(words: list[str]) -> tuple[Any, Any, list[str]]:
@@ -51,7 +51,9 @@ def named(words: list[str]) -> tuple[Any, Any, list[str]]:
 
 
 def parse(words: list[str]) -> None:
-    """Parses a command line as `blendkv` would, without running it."""
+    """Parses a command line as `blendkv` would, without running it; where `...` stands for something, names alone."""
+    if "..." in words:
+        return check_names(words)
     command, context, rest = named(words)
     if rest != ["--help"]:
         command.make_context(context.info_name, list(rest), parent=context.parent)
