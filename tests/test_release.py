@@ -41,6 +41,7 @@ def test_every_extra_is_tried():
     assert set(EXTRAS) == set(PROJECT["optional-dependencies"])
 
 
+@pytest.mark.slow
 def test_without_any_extra_everything_says_what_is_missing():
     """In a process of its own, in which no package of an extra can be imported."""
     hidden = [*NO_EXTRA, *(package for extra in EXTRAS.values() for package in extra.packages)]
