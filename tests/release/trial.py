@@ -11,7 +11,7 @@ import importlib
 import json
 import pkgutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,18 +26,26 @@ class Extra:
         modules: that cannot be imported without it, and say so in one sentence.
         inner: that cannot either, and are imported by those alone.
         commands: that need it; without it they end with 1 and one line. `{tmp}` is a folder.
+        some: by command, the packages that it needs, where those are not all: another extra may bring them.
     """
 
     packages: tuple[str, ...]
     modules: tuple[str, ...] = ()
     inner: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
+    some: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def lacks(self, command: str) -> bool:
+        """Whether a package is not there that a command needs."""
+        return any(find_spec(package) is None for package in self.some.get(command, self.packages))
 
 
 KEY = "ab" * 32
 ROW = {"device": "", "method": "reuse", "selector": None, "ratio": None, "tokens": 9, "ttft_s": 1.0, "speedup": 2.0}
+PLOT = "bench plot {tmp}/rows.json --out {tmp}/rows.svg"
+SERVE, INSPECT = "serve --store {tmp}/chunks", f"inspect {KEY} --store http://127.0.0.1:9/chunks"
 EXTRAS = {
-    "bench": Extra(("matplotlib", "zstandard"), commands=("bench plot {tmp}/rows.json --out {tmp}/rows.svg",)),
+    "bench": Extra(("matplotlib", "zstandard"), commands=(PLOT,), some={PLOT: ("matplotlib",)}),
     "demo": Extra(("gguf",)),
     "docs": Extra(("mkdocs", "material", "mkdocstrings")),
     "flash": Extra(("flash_attn",)),
@@ -59,7 +67,8 @@ EXTRAS = {
         ("aiohttp", "httptools", "prometheus_client", "starlette", "uvicorn"),
         ("stores.http",),
         tuple(f"serving.{name}" for name in ("app", "central", "chunks", "metrics", "protocol", "server")),
-        ("serve --store {tmp}/chunks", f"inspect {KEY} --store http://127.0.0.1:9/chunks"),
+        (SERVE, INSPECT),
+        {SERVE: ("httptools", "prometheus_client", "starlette", "uvicorn"), INSPECT: ("aiohttp",)},
     ),
     "telemetry": Extra(("opentelemetry", "prometheus_client")),
 }
@@ -114,8 +123,8 @@ def run_commands() -> list[str]:
     wrong = []
     with TemporaryDirectory() as folder:
         (Path(folder) / "rows.json").write_text(json.dumps({"rows": [ROW]}))
-        for extra in (name for name in EXTRAS if not there(name)):
-            for command in EXTRAS[extra].commands:
+        for extra, about in EXTRAS.items():
+            for command in filter(about.lacks, about.commands):
                 done = CliRunner().invoke(main, [word.format(tmp=folder) for word in command.split()])
                 if done.exit_code != 1 or done.stdout:
                     wrong.append(f"blendkv {command}: exit code {done.exit_code}, {done.output.strip()!r}")
