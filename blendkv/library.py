@@ -25,6 +25,7 @@ from blendkv.errors import ChunkMissError
 from blendkv.facts import ModelFacts
 from blendkv.guard import Guard
 from blendkv.layout import Layout, Piece, Prompt, begins_with_bos, conditioning_ids, texts_of
+from blendkv.listening import Listeners
 from blendkv.loading.controller import Controller
 from blendkv.loading.guided import Guided
 from blendkv.loading.pipeline import TEXT, Pipeline
@@ -163,7 +164,7 @@ class ChunkLibrary(PretrainedMixin):
         self.batch_tokens, self.progress, self.guard = batch_tokens, progress, guard
         self.model = attach(model)
         self.tokenizer_digest = tokenizer_fingerprint(tokenizer)
-        self._lock = threading.Lock()
+        self._lock, self._listeners = threading.Lock(), Listeners()
 
     def __call__(
         self, documents: Iterable[Any], question: str, system: str | None = None, **options: Any
@@ -198,7 +199,7 @@ class ChunkLibrary(PretrainedMixin):
             ChunkMissError: with `strict=True`, if a chunk is missing or could not be stored.
         """
         options = self.options | options
-        report = BlendReport()
+        report = BlendReport(listeners=self._listeners)
         with report.clock.stage("load"):
             chunks = self._chunks(prompt, report, options)  # a controller may choose another ratio
         report.notes += getattr(self.pool, "notes", ())
@@ -266,6 +267,20 @@ class ChunkLibrary(PretrainedMixin):
             ValueError: for a conversation that the tokenizer's chat template cannot lay out.
         """
         return assemble_turns(self.layout, turns, **template)
+
+    def on_report(self, listener: Callable[[BlendReport], object]) -> Callable[[], None]:
+        """Tells a function of every blend, when its first forward is done, in the thread that runs it.
+
+        One that raises costs no prompt anything: the log `blendkv` says so once. On a GPU `report.seconds` waits for
+        the device, so read it later (`blendkv.telemetry` does).
+
+        Args:
+            listener: takes the report.
+
+        Returns:
+            A function to call when it is to be told no more.
+        """
+        return self._listeners.add(listener)
 
     def clear(self) -> None:
         """Forgets every chunk in memory; stores keep theirs."""

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from blendkv.listening import Listeners
+
 SHOWN = 16
 """Chunks listed when a report is printed."""
 STAGES = ("load", "prefill", "decode", "place", "question", "select", "recompute")
@@ -84,6 +86,7 @@ class BlendReport:
         store_faults: by URL, why entries were missed or not kept while this prompt waited, and how many.
         kernels: what computed it: Triton kernels, or torch and SDPA, and then why.
         notes: remarks for the reader (fallbacks taken).
+        listeners: told when the first forward is done (`ChunkLibrary.on_report`).
     """
 
     tokens: int = 0
@@ -102,6 +105,7 @@ class BlendReport:
     loading: Any = None
     notes: list[str] = field(default_factory=list)
     clock: Clock = field(default_factory=lambda: Clock(), repr=False)
+    listeners: Listeners = field(default_factory=Listeners, repr=False, compare=False)
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -146,6 +150,7 @@ class BlendReport:
         self.clock, self.notes = other.clock, self.notes + other.notes
         self.put_failures, self.prefilled_tokens = other.put_failures, other.prefilled_tokens
         self.loaded, self.store_faults, self.loading = other.loaded, other.store_faults, other.loading
+        self.listeners = other.listeners
 
     def unload(self, tier: str, tokens: int) -> None:
         """A chunk of so many tokens did not come from a tier after all."""
@@ -304,6 +309,11 @@ class Clock:
                     self._add(name, around, time.perf_counter() - begin, self._host)
         finally:
             self._inside.pop()
+
+    @property
+    def settled(self) -> bool:
+        """Whether `seconds` need not wait for a device."""
+        return all(stop.query() for *_, stop in self._events)
 
     def seconds(self) -> dict[str, float]:
         """Seconds of every stage so far."""

@@ -20,6 +20,17 @@ from blendkv.prefilling import prefill
 VOCABULARY = 512
 
 
+def unprintable(tokenizer, also: str = "") -> list[int]:
+    """Ids that a tiny model should not say, so that its answer is text: all but those of one printable ASCII character.
+
+    Args:
+        tokenizer: of `byte_tokenizer`.
+        also: characters that it should not say either.
+    """
+    texts = [tokenizer.decode([i]) for i in range(VOCABULARY)]
+    return [i for i, text in enumerate(texts) if len(text) != 1 or not " " <= text <= "~" or text in also]
+
+
 def tokens(length: int, seed: int = 0) -> Tensor:
     """`[length]` random ids."""
     return torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed))

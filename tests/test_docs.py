@@ -1,6 +1,6 @@
 """Python blocks of README and the documents run, on a tiny model; those to other frameworks: tests/integrations.
 
-A block behind a line `<!-- not run: REASON -->` does not; the reason is for readers of the source.
+A block behind a line `<!-- needs: ... -->` runs beside servers on loopback, or with a profile (tests/pages.py).
 """
 
 import re
@@ -13,10 +13,11 @@ import typer
 import blendkv
 from blendkv import errors
 from blendkv.cli import main
+from blendkv.stores.catalog import Region
 from blendkv.testing import byte_tokenizer, tiny_model
+from tests.pages import NEEDS, World, blocks_of
 
 ROOT = Path(__file__).parent.parent
-BLOCK = re.compile(r"(?:^<!-- not run: (?P<why>.+?) -->\n+)?^```python\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE)
 BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
@@ -55,27 +56,16 @@ def test_refusals_in_the_guide_are_those_of_the_code():
     assert not [text for text in quoted if text not in source]
 
 
-RUN = {"index": 1, "quickstart": 6, "concepts": 4, "guides/loading": 2, "guides/quality": 1, "guides/selectors": 2}
-RUN |= {"guides/stores": 3}
-NOT_RUN = {"guides/codecs": 1, "guides/serving": 1, "guides/streaming": 2, "guides/valkey": 2}
 ELSEWHERE = {"guides/haystack", "guides/langchain", "guides/llamaindex", "guides/pipeline"}
 """They run in tests/integrations/test_guides.py."""
+PAGES = sorted(str(path.relative_to(ROOT / "docs").with_suffix("")) for path in (ROOT / "docs").rglob("*.md"))
+RUN = {page: blocks for page in PAGES if page not in ELSEWHERE and (blocks := blocks_of(page))}
+NEEDY = {page: {need for block in blocks for need in block.needs} for page, blocks in RUN.items()}
 
 
-def blocks_of(page: str) -> tuple[list[str], list[str]]:
-    """Blocks of a page that run, and those that say why they do not."""
-    text = (ROOT / f"docs/{page}.md").read_text()
-    found = list(BLOCK.finditer(text))
-    assert len(found) == text.count("```python")
-    return [m["code"] for m in found if not m["why"]], [m["code"] for m in found if m["why"]]
-
-
-@pytest.mark.parametrize("chat", [True, False])
-@pytest.mark.parametrize("page", RUN)
-def test_blocks_run(page, chat, tmp_path, monkeypatch, capsys):
-    """In order, in one namespace; folders of the reader's home are in a temporary one."""
-    run, _ = blocks_of(page)
-    assert len(run) == RUN[page]
+@pytest.fixture
+def world(tmp_path, monkeypatch, chat):
+    """In one namespace, as a reader would type them; folders of the reader's home are in a temporary one."""
     monkeypatch.setenv("BLENDKV_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     model, tokenizer = tiny_model("llama", max_position_embeddings=4096), byte_tokenizer(chat=chat)
@@ -84,31 +74,98 @@ def test_blocks_run(page, chat, tmp_path, monkeypatch, capsys):
     scope = {"blendkv": blendkv, "model": model, "tokenizer": tokenizer, "documents": documents, "question": "why?"}
     scope |= {name: getattr(blendkv, name) for name in ("BlendedCache", "ChunkLibrary", "open_store", "prefill")}
     scope["chunks"] = blendkv.prefill(model, documents, tokenizer, progress=False)
-    scope["chunk"] = scope["chunks"][0]
+    scope["chunk"], scope["keys"] = scope["chunks"][0], [chunk.key for chunk in scope["chunks"]]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*past_key_values.*", category=FutureWarning)
-        for number, block in enumerate(run, 1):
-            code = block.replace("~/", f"{tmp_path}/")
-            exec(compile(code, f"{page}.md, block {number}", "exec"), scope)
-    printed = capsys.readouterr().out
+        yield World(scope, tmp_path, monkeypatch)
+    close_all(scope)
+
+
+def close_all(scope):
+    """As a reader's process does when it ends."""
+    for made in scope.values():
+        if isinstance(made, blendkv.ChunkLibrary | blendkv.TieredStore | blendkv.Store | Region):
+            getattr(made, "close", lambda: None)()
+
+
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize("page", RUN)
+def test_blocks_run(page, world, capsys):
+    """In order, those that need nothing but a model."""
+    plain = [block for block in RUN[page] if not block.needs]
+    for number, block in enumerate(plain, 1):
+        world.block(block.code, f"{page}.md, block {number}")
+    printed, scope = capsys.readouterr().out, world.scope
     if page == "guides/loading":
         assert scope["inputs"].report.loading.decision.ratio >= 0.15
     if page == "quickstart":
         assert [scope[name].report.recomputed_share for name in ("exact", "quick")] == [1.0, 0.0]
         assert scope["cache"].report.reused_tokens > 0
-        assert any((tmp_path / "chunks").iterdir())
-    if page != "guides/selectors":
+        assert any((world.folder / "chunks").iterdir())
+    if any(block.code.startswith("print(") or "\nprint(" in block.code for block in plain):
         assert printed
 
 
-def test_every_block_is_accounted_for():
-    """A page with blocks is in one of the lists above, and a block that is not run says why."""
-    pages = {str(path.relative_to(ROOT / "docs").with_suffix("")) for path in (ROOT / "docs").rglob("*.md")}
-    with_blocks = {page for page in pages if "```python" in (ROOT / f"docs/{page}.md").read_text()}
-    assert with_blocks == set(RUN) | set(NOT_RUN) | ELSEWHERE
-    for page in NOT_RUN:
-        run, held = blocks_of(page)
-        assert (len(run), len(held)) == (0, NOT_RUN[page]), page
+@pytest.mark.parametrize("chat", [True])
+@pytest.mark.parametrize("page", [page for page, needs in NEEDY.items() if needs])
+def test_blocks_run_with_servers(page, world, capsys):
+    """All of them, in order, beside servers on loopback."""
+    if lacking := [need for need in sorted(NEEDY[page]) if not NEEDS[need][1]()]:
+        pytest.skip(f"not on this machine: {', '.join(lacking)}")
+    with world.having(NEEDY[page] - {"hub"}):
+        for number, block in enumerate(RUN[page], 1):
+            with world.having({"hub"} & set(block.needs)):
+                world.block(block.code, f"{page}.md, block {number}")
+        AFTER[page](world, capsys.readouterr().out)
+        close_all(world.scope)
+
+
+def _served(world, printed):
+    """Chunks of the library are with the gateway."""
+    chunks = world.scope["kv"].prefill(world.scope["documents"])
+    assert world.scope["kv"].flush(30)
+    assert {chunk.key for chunk in chunks} <= set(blendkv.DiskStore(world.folder / "served").keys())
+
+
+def _streamed(world, printed):
+    """All of them, from the store, none of them recomputed without need."""
+    streamed = world.scope["streamed"]
+    assert [chunk.key for chunk in streamed.chunks] == world.scope["keys"]
+    assert not streamed.faults
+    assert set(streamed.chosen) <= {"text", *world.scope["loss"]}
+
+
+def _named(world, printed):
+    assert list(world.scope["region"].get("handbook").keys) == world.scope["keys"]
+    assert world.scope["store"].url.startswith("redis://")
+
+
+def _coded(world, printed):
+    assert any("klt" in note for note in world.scope["inputs"].report.notes)
+
+
+def _kept(world, printed):
+    """Every tier has what was computed; the bucket is there."""
+    chunks = world.scope["kv"].prefill(world.scope["documents"])
+    assert world.scope["kv"].flush(30)
+    assert world.scope["store"].size("0" * 64) is None
+    for store in world.scope["tiers"].stores:
+        assert all(store.size(chunk.key) for chunk in chunks), store.url
+
+
+def _counted(world, printed):
+    assert 'blendkv_prompts_total{library="support"} 1.0' in printed
+
+
+AFTER = {
+    "guides/codecs": _coded,
+    "guides/serving": _served,
+    "guides/stores": _kept,
+    "guides/streaming": _streamed,
+    "guides/telemetry": _counted,
+    "guides/valkey": _named,
+}
+"""What must hold when a page's blocks have run."""
 
 
 def test_every_page_is_in_the_site():

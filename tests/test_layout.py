@@ -9,10 +9,11 @@ import blendkv
 
 PACKAGE = Path(blendkv.__file__).parent
 _ORDER = """
-_version _paths errors container.format container.seals container.header container.packing container.sources
+_version _paths _extras errors container.format container.seals container.header container.packing container.sources
 container.writer container.reader container codecs.classes codecs.tables codecs.naive codecs.loops codecs.rans
 codecs.base codecs.raw codecs.profile codecs.protect codecs.statistics codecs.transform codecs.klt codecs.cachegen
-codecs.fitting codecs _compat compiling flops report kernels.table chunk weights rope kernels.naive kernels.placing
+codecs.fitting codecs _compat compiling flops listening report kernels.table chunk weights rope kernels.naive
+kernels.placing
 kernels.rows kernels.rans kernels.klt kernels.mass kernels.attention kernels chunkfile levelkeys overlap expanding
 prompt selectors.base selectors.static selectors.deviation selectors.attention selectors.stored selectors.combined
 selectors.names selectors stores.base stores.deadline stores.keys stores.urls stores.files stores.hits
@@ -24,7 +25,8 @@ loading loading.clocks loading.throughput loading.streaming loading.policies loa
 loading.orders loading.handover loading.client attention mass cache facts plan buffers waits recording graphs norms
 question blend catching decoding attachment hooks learning proof attaching layout conversation pace loading.costs
 loading.controller loading.progress loading.transfer loading.pipeline loading.guided prefilling loading.measuring
-scoring divergence guard manifest gathering hub sharing pretrained library documents precompute texts trials
+scoring divergence guard manifest gathering hub sharing pretrained library counting telemetry documents
+precompute texts trials
 calibrating models contract testing passages bench bench.measure bench.scores bench.intervals bench.records
 bench.readers bench.synthetic bench.tasks bench.methods bench.shapes bench.prompts bench.gates bench.decode
 bench.memory bench.results bench.stores bench.traces bench.bandwidth bench.throttle bench.eviction bench.kernels

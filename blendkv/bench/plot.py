@@ -29,35 +29,34 @@ def lines_of(rows: Iterable[Row]) -> dict[str, Line]:
     }
 
 
-def plot(rows: Iterable[Row], out: str | Path) -> None:
+def plot(rows: Iterable[Row], out: str | Path, every: bool = False) -> None:
     """Draws one panel for each setting (card, model, ...).
 
     Rows of `bench ttft` are drawn if there are any, measured with dots and FLOP limits dashed; otherwise those of
-    `bench joint`, of `bench quality` and of `bench insights` (`quality_plot.panels`).
+    `bench joint`, of `bench throughput`, of `bench quality` and of `bench insights` (`quality_plot.panels`).
 
     Args:
         rows: of any number of files.
         out: `.svg`, `.png` or whatever else matplotlib can write.
+        every: draw rows of every kind beside each other.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
         ValueError: there is nothing to draw.
     """
     tables = by_setting(rows)
-    panels: list[tuple[Row, Any]] = []
-    for table in tables:
-        if kind(table[0]) == "ttft" and (lines := lines_of(table)):
-            panels.append((table[0], lines))
-    panels = panels or [(table[0], table) for table in tables if kind(table[0]) == "joint"]
-    panels = panels or [
-        (table[0], (what, table))
-        for table in tables
-        if kind(table[0]) == "throughput"
-        for what in throughput_plot.PANELS
+    kinds: list[list[tuple[Row, Any]]] = [
+        [(table[0], lines) for table in tables if kind(table[0]) == "ttft" and (lines := lines_of(table))],
+        [(table[0], table) for table in tables if kind(table[0]) == "joint"],
+        [
+            (table[0], (what, table))
+            for table in tables
+            if kind(table[0]) == "throughput"
+            for what in throughput_plot.PANELS
+        ],
+        [(shown[0], (what, shown)) for what, shown in quality_plot.panels(row for t in tables for row in t)],
     ]
-    panels = panels or [
-        (shown[0], (what, shown)) for what, shown in quality_plot.panels(row for t in tables for row in t)
-    ]
+    panels = [panel for some in kinds for panel in some] if every else next(filter(None, kinds), [])
     if not panels:
         raise ValueError(
             "nothing to draw: no row is of a method other than full recompute, or of `bench joint`, `bench quality`, "

@@ -31,7 +31,9 @@ def panels(rows: Iterable[Row]) -> list[Panel]:
     found: list[Panel] = []
     for table in tables:
         if kind(table[0]) == "quality" and id(table[0]) not in swept:
-            found += [("charged_budget", table), ("speedup" if _timed(table) else "ttft_s", table)]
+            found.append(("charged_budget", table))
+            if time := "speedup" if _timed(table) else "ttft_s" if any(row["ttft_s"] for row in table) else "":
+                found.append((time, table))
     for name, group in sweeps:
         if name != "batch":  # which changes nothing but times
             found.append((name, group))
@@ -95,10 +97,10 @@ def _draw_quality(axes: Any, field: str, rows: Sequence[Row]) -> None:
         style = "--" if name in CONTROLS else "-"
         axes.errorbar(x, kl, yerr=errors, marker="o", markersize=4, linestyle=style, capsize=2, label=name)
     exact = next((row for row in rows if row["method"] == "full"), None)
-    if field in LABELS and exact is not None:
-        at = 1.0 if field == "speedup" else exact[field]
+    at = None if field not in LABELS or exact is None else 1.0 if field == "speedup" else exact[field]
+    if at is not None:
         axes.axvline(at, color="grey", linewidth=0.8, label="full recompute")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.3 * axes.get_ylim()[1])  # room for the legend
     axes.set_xlim(left=-0.02 * axes.get_xlim()[1])
     axes.set_xlabel(LABELS.get(field, "charged budget"))
     axes.set_ylabel("KL to full recompute, nats (95% intervals)")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from blendkv import _extras
+
 
 def missing(extra: str, error: ImportError) -> ModuleNotFoundError:
     """The error to raise instead: which command installs what is missing.
 
     Args:
-        extra: of blendkv, as in `pip install 'blendkv[extra]'`.
+        extra: of blendkv, as in `pip install 'blendkv[extra]'`; the module has its name.
         error: what the import raised.
     """
-    return ModuleNotFoundError(
-        f"blendkv.integrations.{extra.replace('-', '_')} needs a package that is not installed ({error}): "
-        f"pip install 'blendkv[{extra}]'"
-    )
+    return _extras.missing(f"blendkv.integrations.{extra.replace('-', '_')}", extra, error)

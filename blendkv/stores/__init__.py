@@ -159,7 +159,7 @@ def _load(url: str, place: str) -> Any:
     try:
         found = import_module(module)
     except ImportError as error:
-        raise StoreError(f"{shown(url)} needs a package that is not there: {error}") from error
+        raise StoreError(f"{shown(url)} cannot be opened: {error}") from error
     for part in name.split("."):
         found = getattr(found, part)
     return found

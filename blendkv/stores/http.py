@@ -8,11 +8,16 @@ from io import BytesIO
 from typing import Any
 from urllib.parse import urlsplit
 
-from aiohttp import ClientResponseError, ClientTimeout
 from fsspec.asyn import sync
-from fsspec.implementations.http import HTTPFileSystem
 
+from blendkv import _extras
 from blendkv.stores.keys import key_of, place_of
+
+try:
+    from aiohttp import ClientResponseError, ClientTimeout
+    from fsspec.implementations.http import HTTPFileSystem  # imports aiohttp
+except ImportError as error:
+    raise _extras.missing("a store over HTTP", "serve", error) from error
 
 TOKEN_VARIABLE = "BLENDKV_TOKEN"
 MARK = "blendkv-gateway"

@@ -67,9 +67,10 @@ class RemoteStore:
                 settings = {**_patient(scheme, timeout), **options, "skip_instance_cache": True}
                 self._fs, self._root = url_to_fs(url, use_listings_cache=False, **settings)
         except ImportError as error:
-            extra = {"s3": "s3", "s3a": "s3", "http": "serve", "https": "serve"}.get(scheme)
-            extra = f"pip install 'blendkv[{extra}]'" if extra else "install it"
-            raise StoreError(f"{self.url} needs a package that is not there ({error}): {extra}") from error
+            if scheme in _HTTP:
+                raise StoreError(f"{self.url} cannot be opened: {error}") from error
+            bring = "pip install 'blendkv[s3]'" if scheme in ("s3", "s3a") else "install it"
+            raise StoreError(f"{self.url} needs a package that is not installed ({error}): {bring}") from error
         except Exception as error:  # some file systems connect here
             raise StoreError(f"{self.url} cannot be opened: {error}; look at host, network and settings") from error
         if scheme in ("s3", "s3a"):

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from redis.connection import DefaultParser
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import InvalidResponse
+from blendkv import _extras
+
+try:
+    from redis.connection import DefaultParser
+    from redis.exceptions import ConnectionError as RedisConnectionError
+    from redis.exceptions import InvalidResponse
+except ImportError as error:
+    raise _extras.missing("a Valkey or Redis store", "redis", error) from error
 
 SMALL = 1 << 16
 """Bytes of a line, of a value that nobody gave a size, and of a read."""

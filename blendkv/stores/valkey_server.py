@@ -11,6 +11,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
+from blendkv import _extras
 from blendkv.stores.breaker import Breaker
 from blendkv.stores.deadline import deadline, remaining
 from blendkv.stores.resp import Replies
@@ -21,7 +22,7 @@ try:
     from redis.backoff import NoBackoff
     from redis.retry import Retry
 except ImportError as error:  # pragma: no cover
-    raise ImportError("a Valkey or Redis store needs redis-py: pip install 'blendkv[redis]'") from error
+    raise _extras.missing("a Valkey or Redis store", "redis", error) from error
 
 WINDOW_BYTES = 32 << 20
 """Most bytes under way in one connection: a server holds the replies that nobody has read in its own memory."""

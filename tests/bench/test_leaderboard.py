@@ -106,6 +106,34 @@ def test_a_sweep_has_a_panel_of_its_own():
     assert [what for what, _ in panels([swept[0]])] == ["charged_budget", "ttft_s"]
 
 
+def test_without_times_there_is_no_panel_of_them(tmp_path):
+    """As `--no-answers` leaves rows, full recompute's included: that failed once."""
+    pytest.importorskip("matplotlib")
+    from blendkv.bench.plot import plot
+
+    untimed = [each | {"ttft_s": None, "speedup": None} for each in ROWS]
+    assert {what for what, _ in panels(untimed)} == {"charged_budget"}
+    plot(untimed, tmp_path / "f.svg")
+    assert "charged budget" in (tmp_path / "f.svg").read_text()
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_the_figure_of_the_readme(tmp_path, every):
+    """Speed beside quality, from the rows that are kept; without `every` speed alone."""
+    pytest.importorskip("matplotlib")
+    from blendkv.bench.plot import plot
+
+    results = ROOT / "docs/results"
+    rows = [row for name in ("h100", "quality-bundled-hotpot") for row in read_rows(results / f"{name}.json")]
+    plot(rows, tmp_path / "f.svg", every=every)
+    text = (tmp_path / "f.svg").read_text()
+    assert ("KL to full recompute" in text) == every
+    committed = (results.parent / "assets/speed-quality.svg").read_text()
+    words = {word for word in re.findall(r"<text[^>]*>([^<]+)</text>", text) if re.search("[a-z]", word)}
+    assert len(words) > 8
+    assert words <= set(re.findall(r"<text[^>]*>([^<]+)</text>", committed))
+
+
 @pytest.mark.parametrize("suffix", [".svg", ".png"])
 def test_figures_are_drawn(tmp_path, suffix):
     pytest.importorskip("matplotlib")

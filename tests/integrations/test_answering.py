@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from blendkv import ChunkLibrary, Guard
+from blendkv import Guard
 from blendkv.conversation import Part, Turn
 from blendkv.integrations.answering import Asking, PromptTooLongError, Settings
 from blendkv.integrations.detokenizing import AnswerStreamer, StopText
@@ -20,16 +20,6 @@ from blendkv.testing import byte_tokenizer
 
 DOCUMENTS = ["The tower is 61 m high.", "It was built in 1923."]
 QUESTION = "How high?"
-
-
-@pytest.fixture
-def library(attached, plain, monkeypatch):
-    """A tiny model answers with printable ASCII: other bytes are seldom whole characters."""
-    tokenizer = byte_tokenizer(chat=True)
-    others = [i for i in range(512) if len(text := tokenizer.decode([i])) != 1 or not " " <= text <= "~"]
-    for model in (attached(), plain()):
-        monkeypatch.setattr(model.generation_config, "suppress_tokens", others)
-    return lambda **options: ChunkLibrary(attached(), tokenizer, **options)
 
 
 def ask(kv, **settings):

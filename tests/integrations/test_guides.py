@@ -8,6 +8,7 @@ import pytest
 
 import blendkv
 from blendkv.testing import byte_tokenizer, tiny_model
+from tests.helpers import unprintable
 
 GUIDES = Path(__file__).parent.parent.parent / "docs/guides"
 NEEDS = {"langchain": "langchain_core", "llamaindex": "llama_index.core", "pipeline": "torch", "haystack": "haystack"}
@@ -20,8 +21,7 @@ def test_guide_runs(guide, monkeypatch, capsys):
     blocks = re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
     assert len(blocks) == text.count("```python") >= 1
     model, tokenizer = tiny_model("llama", max_position_embeddings=4096), byte_tokenizer(chat=True)
-    others = [i for i in range(512) if len(said := tokenizer.decode([i])) != 1 or not " " <= said <= "~"]
-    model.generation_config.suppress_tokens = others
+    model.generation_config.suppress_tokens = unprintable(tokenizer)
     monkeypatch.setitem(blendkv.__dict__, "load_model", lambda name: (model, tokenizer))
     if guide == "haystack":
         module = importlib.import_module("blendkv.integrations.haystack")

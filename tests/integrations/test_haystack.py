@@ -18,6 +18,7 @@ from haystack.document_stores.in_memory import InMemoryDocumentStore
 from blendkv.integrations.answering import PromptTooLongError
 from blendkv.integrations.haystack import BlendedChatGenerator, ChunkPrefetcher, shared_library
 from blendkv.testing import byte_tokenizer, tiny_model
+from tests.helpers import unprintable
 
 TEXTS = ["The tower is 61 m high.", "The tower was built in 1923."]
 SYSTEM, QUESTION = "Answer from these.", "How high is the tower?"
@@ -28,8 +29,7 @@ MESSAGES = [ChatMessage.from_system(SYSTEM), ChatMessage.from_user(QUESTION)]
 def name(tmp_path_factory):
     """A folder with a tiny model: Haystack's components know models by name."""
     folder, tokenizer, model = tmp_path_factory.mktemp("model"), byte_tokenizer(chat=True), tiny_model("llama")
-    others = [i for i in range(512) if len(text := tokenizer.decode([i])) != 1 or not " " <= text <= "~"]
-    model.generation_config.suppress_tokens = others
+    model.generation_config.suppress_tokens = unprintable(tokenizer)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)

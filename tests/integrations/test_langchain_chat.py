@@ -33,15 +33,6 @@ MESSAGES = [SystemMessage(SYSTEM), HumanMessage(as_content_blocks(DOCUMENTS)), H
 
 
 @pytest.fixture
-def library(attached, plain, monkeypatch):
-    tokenizer = byte_tokenizer(chat=True)
-    others = [i for i in range(512) if len(text := tokenizer.decode([i])) != 1 or not " " <= text <= "~"]
-    for model in (attached(), plain()):
-        monkeypatch.setattr(model.generation_config, "suppress_tokens", others)
-    return lambda **options: ChunkLibrary(attached(), tokenizer, **options)
-
-
-@pytest.fixture
 def chat(library):
     return lambda kv=None, **options: ChatBlended(library=kv or library(), **{"max_tokens": 8} | options)
 

@@ -14,17 +14,10 @@ from langchain_core.runnables import RunnableLambda
 from langchain_core.tools import create_retriever_tool
 from langchain_core.vectorstores import InMemoryVectorStore
 
-from blendkv import ChunkLibrary
 from blendkv.integrations.langchain import ChunkCacheRetriever, ChunkPrefetchHandler
-from blendkv.testing import byte_tokenizer
 
 TEXTS = ["The tower is 61 m high.", "It was built in 1923. The architect was M. Ilg."]
 DOCUMENTS = [Document(page_content=text, metadata={"n": i}, id=str(i)) for i, text in enumerate(TEXTS)]
-
-
-@pytest.fixture
-def library(attached):
-    return lambda **options: ChunkLibrary(attached(), byte_tokenizer(chat=True), **options)
 
 
 @pytest.fixture

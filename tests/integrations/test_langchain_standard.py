@@ -9,20 +9,18 @@ from langchain_core.runnables import RunnableLambda
 from langchain_tests.integration_tests import ChatModelIntegrationTests, RetrieversIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
-from blendkv import ChunkLibrary
 from blendkv.integrations.langchain import ChatBlended, ChunkCacheRetriever, as_content_blocks
-from blendkv.testing import byte_tokenizer
+from tests.helpers import unprintable
 
 DOCUMENTS = [Document(page_content=f"Tower {i} is {60 + i} m high.", id=str(i)) for i in range(9)]
 
 
 @pytest.fixture(autouse=True)
-def library(attached, monkeypatch, request):
-    """Where the standard classes find it: on the test's class. The tiny model says printable ASCII."""
-    tokenizer = byte_tokenizer(chat=True)
-    others = [i for i in range(512) if len(text := tokenizer.decode([i])) != 1 or not "!" <= text <= "~"]
-    monkeypatch.setattr(attached().generation_config, "suppress_tokens", others)
-    monkeypatch.setattr(request.cls, "library", ChunkLibrary(attached(), tokenizer), raising=False)
+def on_the_class(library, monkeypatch, request):
+    """Where the standard classes find it. It says no spaces: an answer of nothing else would be no text."""
+    kv = library()
+    monkeypatch.setattr(kv.model.generation_config, "suppress_tokens", unprintable(kv.tokenizer, " "))
+    monkeypatch.setattr(request.cls, "library", kv, raising=False)
 
 
 class Chat:

@@ -14,10 +14,8 @@ from llama_index.core.llms import MockLLM
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 
-from blendkv import ChunkLibrary
 from blendkv.integrations.answering import PromptTooLongError
 from blendkv.integrations.llama_index import BlendedSynthesizer, ChunkCachePostprocessor
-from blendkv.testing import byte_tokenizer
 
 SYSTEM, QUESTION = "Answer from these.", "How high?"
 NODES = [
@@ -25,15 +23,6 @@ NODES = [
     TextNode(text="It was built in 1923.", id_="b"),
 ]
 TEXTS = [node.get_content(metadata_mode=MetadataMode.LLM) for node in NODES]
-
-
-@pytest.fixture
-def library(attached, plain, monkeypatch):
-    tokenizer = byte_tokenizer(chat=True)
-    others = [i for i in range(512) if len(text := tokenizer.decode([i])) != 1 or not " " <= text <= "~"]
-    for model in (attached(), plain()):
-        monkeypatch.setattr(model.generation_config, "suppress_tokens", others)
-    return lambda **options: ChunkLibrary(attached(), tokenizer, **options)
 
 
 def scored():
