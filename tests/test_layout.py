@@ -18,7 +18,8 @@ prompt selectors.base selectors.static selectors.deviation selectors.attention s
 selectors.names selectors stores.base stores.deadline stores.keys stores.urls stores.files stores.hits
 stores.inventory stores.disk stores.breaker stores.resp stores.valkey_server stores.valkey_servers stores.valkey_url
 stores.valkey stores.catalog stores.valkey_centre stores.http stores.http_centre stores.patience stores.remote
-stores.eviction stores.coding stores.opening stores.pool stores.writing stores.tiered stores.saved stores
+stores.eviction stores.coding stores.filing stores.opening stores.pool
+stores.writing stores.reading stores.backlog stores.tiered stores.saved stores
 stores.upkeep stores.checking stores.inspection loading.queues loading.scheduler loading.sources loading.arriving
 loading loading.clocks loading.throughput loading.streaming loading.policies loading.levels loading.assembly
 loading.orders loading.handover loading.client attention mass cache facts plan question buffers waits graphs norms
