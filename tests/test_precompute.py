@@ -128,7 +128,7 @@ def test_what_is_there_is_not_computed_again(library, monkeypatch):
     assert (half.found, half.computed) == (0, 5)
     rest = precompute(library(store=pool), [*TEXTS, TEXTS[0]])
     assert (rest.documents, rest.found, rest.computed) == (13, 6, 7)
-    monkeypatch.setattr("blendkv.library.prefill", lambda *args, **kwargs: pytest.fail("computed again"))
+    monkeypatch.setattr("blendkv.supply.prefill", lambda *args, **kwargs: pytest.fail("computed again"))
     assert precompute(library(store=pool), TEXTS).computed == 0
 
 

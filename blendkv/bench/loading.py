@@ -109,21 +109,15 @@ class Bench:
         """Layers are computed while others are on their way."""
         tiers, progress, report = self.tiers(bandwidth), Progress(), BlendReport()
         options: dict[str, Any] = {"recompute_ratio": ratio, "selector": self.selector, "check_layers": None}
-        report.loading, choose = progress, None
+        report.loading, guided = progress, None
         if controller is not None:
-            guided = Guided(
-                controller,
-                attachment_of(self.model),
-                self.reference.case.ids.shape[1],
-                get_selector(self.selector),
-                options,
-                report,
-            )
-            choose = guided.choose
+            counts = {chunk.key: len(chunk) for chunk in self.chunks}
+            tokens, selector = self.reference.case.ids.shape[1], get_selector(self.selector)
+            guided = Guided(controller, attachment_of(self.model), tokens, counts, selector, options, report)
         first = BlendedCache((), **options).reads_from
         begin = time.perf_counter()
         fetch = Pipeline(tiers).fetch
-        found = fetch([chunk.key for chunk in self.chunks], first=first, choose=choose, progress=progress)
+        found = fetch([chunk.key for chunk in self.chunks], first=first, choose=guided, progress=progress)
         ratio = options["recompute_ratio"]
         chunks = [
             got.chunk if got.chunk is not None else MissingChunk(chunk.ids, got.tier or "absent")

@@ -70,6 +70,26 @@ class Wanted:
 
 
 @dataclass(frozen=True)
+class Came:
+    """The file that a chunk is made of.
+
+    Attributes:
+        level: that it is.
+        source: number of who gave its last piece.
+        assembly: its bytes.
+    """
+
+    level: Level
+    source: int
+    assembly: Assembly
+
+    @property
+    def data(self) -> bytes | None:
+        """All of the file, if it has all come."""
+        return bytes(self.assembly.read(0, self.assembly.size)) if self.assembly.complete else None
+
+
+@dataclass(frozen=True)
 class Streamed:
     """What came of a prompt's chunks.
 
@@ -83,6 +103,9 @@ class Streamed:
         switched: loads that were given up for something else.
         told: of the sources.
         faults: why levels could not be used, in a word, and how often.
+        came: the file of each chunk; None for those that were recomputed.
+        wrong: key of the entry and number of the source of pieces that were not what was written.
+        rate: bytes a second of the link; None if nothing came.
     """
 
     chunks: tuple[ChunkCache, ...]
@@ -94,6 +117,9 @@ class Streamed:
     switched: int
     told: Told
     faults: dict[str, int]
+    came: tuple[Came | None, ...] = ()
+    wrong: frozenset[tuple[str, int]] = frozenset()
+    rate: float | None = None
 
 
 class StreamClient:
@@ -181,6 +207,8 @@ class _Run:
         self._parts: dict[tuple[int, str], Assembly] = {}
         self._closed, self._failures = False, 0
         self._faults: dict[str, int] = {}
+        self._gave: dict[tuple[int, str], int] = {}
+        self._wrong: set[tuple[str, int]] = set()
 
     def run(self) -> Streamed:
         """To the end."""
@@ -206,7 +234,17 @@ class _Run:
             stream.switched,
             self._client.source.told,
             dict(self._faults),
+            tuple(map(self._file_of, range(len(chunks)), stream.chosen)),
+            frozenset(self._wrong),
+            stream.link.mean() if stream.brought else None,
         )
+
+    def _file_of(self, item: int, chosen: str) -> Came | None:
+        level = next((each for each in self._wanted[item].levels if each.name == chosen.removesuffix(BASE)), None)
+        if level is None:
+            return None
+        at = item, level.name
+        return Came(level, self._gave.get(at, 0), self._parts[at])
 
     # -- the processor ------------------------------------------------------------------------------------------------
 
@@ -246,6 +284,8 @@ class _Run:
             return file.read(1 if work.rung.name.endswith(BASE) else None)
         except (ChunkFileError, OSError) as error:
             self._fault(getattr(error, "reason", "io"))
+            level = wanted.level(work.rung)
+            self._wrong.add((level.key, self._gave.get((work.item, level.name), 0)))
             return None
 
     # -- the link -----------------------------------------------------------------------------------------------------
@@ -301,11 +341,14 @@ class _Run:
         """Joins a piece; False if the file cannot become anything."""
         try:
             assembly = self._assembly(load, level)
+            self._gave[load.item, level.name] = source
             if assembly.add(start, data, source):
                 self._client.source.blame(*assembly.suspects)
+                self._wrong.update((level.key, suspect) for suspect in assembly.suspects)
         except (ChunkFileError, ValueError) as error:
             self._fault(getattr(error, "reason", "length"))
             self._client.source.blame(source)
+            self._wrong.add((level.key, source))
             return False
         return True
 
@@ -327,9 +370,10 @@ class _Run:
     def _assembly(self, load: Load, level: Level) -> Assembly:
         key = (load.item, level.name)
         if key not in self._parts:
-            profile = getattr(level.codec, "profile", None)
-            known = profile if isinstance(profile, Profile) else self._client._profiles
-            settings: dict[str, Any] = {"secret": self._client._secrets, "codec": level.codec, "profiles": known}
+            codec, known = (None if level.main else level.codec), self._client._profiles
+            profile = getattr(codec, "profile", None)
+            known = profile if isinstance(profile, Profile) else known
+            settings: dict[str, Any] = {"secret": self._client._secrets, "codec": codec, "profiles": known}
             self._parts[key] = Assembly(level.nbytes or 0, device=self._client._device, **settings)
         return self._parts[key]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 from weakref import WeakSet
 
@@ -38,7 +39,7 @@ class Backlog:
         self._waiting: dict[str, dict[str, bytes] | None] = {}
         self._lock = threading.Lock()
         pool.on_evict = _both(pool.on_evict, self.evicted)
-        for nearer, farther in zip(writers, writers[1:], strict=False):
+        for nearer, farther in pairwise(writers):
             nearer.on_refused = self._demoter(farther)
             if hasattr(nearer.store, "on_evict"):
                 setattr(nearer.store, "on_evict", self._demoter(farther))  # noqa: B010

@@ -79,9 +79,9 @@ class Opener:
             except ChunkFileError as error:
                 if error.reason not in ("codec", "profile"):
                     raise
-        return ChunkFile(source, secret=self._secrets, profiles=self._profile)
+        return ChunkFile(source, secret=self._secrets, profiles=self.profile)
 
-    def _profile(self, wanted: str) -> Profile | None:
+    def profile(self, wanted: str) -> Profile | None:
         """The profile of a hash: our codec's, or where others are found."""
         for codec in (self._codec, *self._levels):
             own = getattr(codec, "profile", None)
