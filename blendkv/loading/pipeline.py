@@ -161,6 +161,8 @@ class _Visit:
         for tier, attempt in self._attempts.items():
             if attempt is not None:
                 attempt.begin(sum(item.level == tier for item in self._coming))
+        told = {key: self._progress.levels.get(key, TEXT) for key in keys if key in self.found}
+        self._progress.levels = told
         had = [self.found[key].tier for key in keys if key in self.found and self.found[key].chunk is not None]
         self._tiers.count(had, len(set(keys) - self.found.keys()))
         if not self._coming:
