@@ -1,4 +1,4 @@
-"""A library whose store has chunks at several levels: what the controller chose is what is loaded, used and reported."""
+"""A library whose store has chunks at several levels: what the controller chose is loaded, used and reported."""
 
 import json
 import math
@@ -246,7 +246,7 @@ def test_memory_keeps_the_level_and_is_improved_when_that_costs_nothing(setting)
     assert list(inputs.report.loaded) == ["memory"]
 
 
-# -- by a target --------------------------------------------------------------------------------------------------------
+# -- by a target ------------------------------------------------------------------------------------------------------
 
 
 def timely(setting, store, rate, target_s, compute=1e8, **options):
