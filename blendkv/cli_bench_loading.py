@@ -58,7 +58,7 @@ def loading(
                 ratios=ratios,
                 floor=floor,
                 selector=selector,
-                codec=chosen_codec(codec, None, profile),
+                codec=chosen_codec(codec, None, profile, levels),
                 levels=chosen_levels(levels, profile),
                 max_kl=max_kl,
                 repeats=repeats,

@@ -48,7 +48,7 @@ def calibrate(
 
         loaded, tokenizer = load(model, dtype, device)
         stores = [open_store(url) for url in store or ()]
-        codecs = [chosen_codec(codec, None, profile), *chosen_levels(levels, profile)]
+        codecs = [chosen_codec(codec, None, profile, levels), *chosen_levels(levels, profile)]
         costs = calibrate_machine(
             loaded, stores, codecs, lengths, ratios, say=lambda text: typer.echo(f"{text} ...", err=True)
         )

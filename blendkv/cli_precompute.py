@@ -62,7 +62,7 @@ def precompute(
         total = count_documents(found, field)
         place = Place(device)
         loaded, tokenizer = load(model, dtype, place.device)
-        kept = chosen_codec(codec, level, profile)
+        kept = chosen_codec(codec, level, profile, levels)
         beside = chosen_levels(levels, profile)
         library = _library(loaded, tokenizer, store, room, kept, beside, chunk_tokens=chunk_tokens, condition=condition,
                            namespace=namespace, batch_tokens=batch_tokens)  # fmt: skip
@@ -107,8 +107,8 @@ class Place:
         return reduce(add, gather_object([done]))
 
 
-def chosen_codec(name: str, level: int | None, profile: Path | None) -> Any:
-    """A codec by name, with its level and profile."""
+def chosen_codec(name: str, level: int | None, profile: Path | None, levels: str = "") -> Any:
+    """A codec by name, with its level and profile; one that needs none leaves it to the levels beside it."""
     from blendkv.codecs import codec_class, codec_names, get_codec
 
     one_of("--codec", name, codec_names())
@@ -117,6 +117,8 @@ def chosen_codec(name: str, level: int | None, profile: Path | None) -> Any:
             f"codec {name}: needs a profile of the model: `blendkv profile MODEL --data FILES --out FOLDER` makes it, "
             f"--profile FOLDER/{name}.safetensors reads it"
         )
+    if levels and not codec_class(name).needs_profile:
+        profile = None
     settings = {"level": level, "profile": None if profile is None else str(profile)}
     return get_codec(name, **{key: value for key, value in settings.items() if value is not None})
 
