@@ -54,7 +54,8 @@ class ChunkLibrary(PretrainedMixin):
         namespace: part of every key: who may use each other's chunks. Who runs the service sets it, never a request; a
             store that others reach too wants one.
         secret: of a tenant, 16 to 64 bytes: keys cannot be guessed without it, and files are sealed with it.
-        controller: chooses, for each prompt, the ratio that loading hides, and what is computed from text instead.
+        controller: chooses, for each prompt, the ratio that loading hides, at which level chunks are loaded from which
+            store, and what is computed from text instead; by a target, if it has one (docs/guides/loading.md).
         pipeline: whether a blend begins before its chunks are loaded from stores: layer by layer, while others compute.
         deadline_s: most seconds that a prompt waits for stores that are not local, in all; what is not there by then is
             computed. None: 0.25, or a tenth of what computing the chunks takes at least, if that is more.

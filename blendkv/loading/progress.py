@@ -67,4 +67,6 @@ class Progress:
             return said
         if decision.load_s is not None:
             said += f" (predicted {decision.load_s:.3f} s)"
+        counts = Counter(self.levels.values())
+        said += f"; {', '.join(f'{count} {level}' for level, count in counts.items())}" if len(counts) > 1 else ""
         return f"{said}; ratio {decision.ratio:g}: {decision.why}"
