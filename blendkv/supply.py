@@ -17,7 +17,8 @@ from blendkv.chunk import ChunkCache, MissingChunk, chunk_key
 from blendkv.errors import ChunkMissError
 from blendkv.facts import ModelFacts
 from blendkv.layout import Piece
-from blendkv.loading.controller import TEXT, Controller
+from blendkv.loading.controller import Controller
+from blendkv.loading.decision import TEXT
 from blendkv.loading.guided import Guided
 from blendkv.loading.pipeline import Pipeline
 from blendkv.loading.progress import Progress

@@ -21,8 +21,9 @@ from blendkv.bench.synthetic import synthetic
 from blendkv.bench.throttle import ThrottledStore
 from blendkv.codecs import Codec, get_codec
 from blendkv.levelkeys import name_of
-from blendkv.loading.controller import FLOOR, TEXT, Controller
+from blendkv.loading.controller import FLOOR, Controller
 from blendkv.loading.costs import Costs
+from blendkv.loading.decision import TEXT
 from blendkv.loading.losses import measure_losses
 from blendkv.loading.measuring import calibrate_machine, measure_source
 from blendkv.stores import Pool, RemoteStore, Store, TieredStore

@@ -23,8 +23,9 @@ from blendkv.chunk import ChunkCache, MissingChunk
 from blendkv.chunkfile import decode_chunk, encode_chunk
 from blendkv.codecs import Codec
 from blendkv.levelkeys import name_of
-from blendkv.loading.controller import TEXT, Controller
+from blendkv.loading.controller import Controller
 from blendkv.loading.costs import Costs
+from blendkv.loading.decision import TEXT
 from blendkv.loading.guided import Guided
 from blendkv.loading.pipeline import Pipeline
 from blendkv.loading.progress import Progress

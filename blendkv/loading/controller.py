@@ -10,17 +10,16 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
 from blendkv import flops
 from blendkv.loading.costs import ComputeCosts, Costs, calibration_path, machine
+from blendkv.loading.decision import TEXT, Decision
 from blendkv.loading.plans import WORTH, Load, Loss, Offer, best_plan, order_of
 from blendkv.pace import matmul_rate
 
-__all__ = ["FLOOR", "MARGIN", "WORTH", "Controller", "Decision", "Offer", "cheapest", "slowest", "with_outcome"]
+__all__ = ["FLOOR", "MARGIN", "WORTH", "Controller", "Decision", "Offer", "cheapest", "slowest"]
 
 FLOOR = 0.15
 """The smallest share of reused tokens that is recomputed (CacheBlend's r*)."""
@@ -30,46 +29,7 @@ MARGIN = 0.8
 LEARNS_BYTES = 1 << 16
 """A transfer of fewer bytes does not tell how fast a store is."""
 
-TEXT = "text"
-"""Level of chunks that are computed from their text, although a store has them."""
 Schedule = Callable[[float], Mapping[int, float]]
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What was chosen for a prompt, what was predicted, and what happened.
-
-    Attributes:
-        ratio: share of reused tokens that is recomputed.
-        text: keys of chunks that are computed from their text, although a store has them.
-        chosen: by key, the form in which each of the others is loaded, or is in memory.
-        levels: names of those levels in prompt order, "text" for what is computed.
-        kl: predicted, of what levels lose, the mean over tokens; None where it was not measured.
-        load_s, compute_s, ttft_s: predicted seconds: of loading, of computing, and until the first token; None where
-            a store was never seen before.
-        loaded_s: seconds after which the last layer that was wanted had come; None until then.
-        took_s: seconds until the first token's forward was over; None until then.
-        target_s: seconds to the first token that were wanted.
-        why: in words.
-    """
-
-    ratio: float
-    text: frozenset[str] = frozenset()
-    chosen: Mapping[str, Offer] = field(default_factory=dict)
-    levels: tuple[str, ...] = ()
-    kl: float | None = None
-    load_s: float | None = None
-    compute_s: float | None = None
-    ttft_s: float | None = None
-    loaded_s: float | None = None
-    took_s: float | None = None
-    target_s: float | None = None
-    why: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON; keys of chunks are counted, not listed."""
-        said = {name: value for name, value in vars(self).items() if name != "chosen"}
-        return said | {"text": len(self.text), "levels": list(self.levels)}
 
 
 class Controller:
@@ -292,11 +252,6 @@ def cheapest(devices: Mapping[str, tuple[float, float]], needed: float) -> str |
     """
     good = {name: price for name, (rate, price) in devices.items() if rate >= needed}
     return min(good, key=lambda name: good[name], default=None)
-
-
-def with_outcome(decision: Decision, loaded_s: float | None, took_s: float) -> Decision:
-    """A decision with what happened."""
-    return replace(decision, loaded_s=loaded_s, took_s=took_s)
 
 
 def _kept(fingerprint: str) -> Costs:

@@ -7,8 +7,9 @@ from typing import Any
 
 from blendkv.attachment import Attachment
 from blendkv.cache import make_schedule
-from blendkv.loading.controller import Controller, Decision, Offer
+from blendkv.loading.controller import Controller, Offer
 from blendkv.loading.costs import Costs
+from blendkv.loading.decision import Decision
 from blendkv.loading.plans import order_of
 from blendkv.loading.progress import Progress
 from blendkv.loading.survey import Place

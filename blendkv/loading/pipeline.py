@@ -19,7 +19,7 @@ from blendkv.errors import ChunkFileError
 from blendkv.expanding import for_kernels
 from blendkv.levelkeys import name_in
 from blendkv.loading.arriving import ArrivingChunk
-from blendkv.loading.controller import TEXT
+from blendkv.loading.decision import TEXT
 from blendkv.loading.progress import Progress
 from blendkv.loading.scheduler import TransferScheduler, shared_scheduler
 from blendkv.loading.sources import Absent, StoreSource

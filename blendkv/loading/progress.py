@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from blendkv.loading.controller import TEXT, Decision, with_outcome
+from blendkv.loading.decision import TEXT, Decision, with_outcome
 
 
 class Progress:

@@ -17,7 +17,7 @@ from blendkv.chunk import ChunkCache
 from blendkv.errors import ChunkFileError
 from blendkv.loading.client import StreamClient, Streamed, Wanted
 from blendkv.loading.clocks import Clock, RealClock
-from blendkv.loading.controller import TEXT, Decision
+from blendkv.loading.decision import TEXT, Decision
 from blendkv.loading.guided import Guided
 from blendkv.loading.levels import Level
 from blendkv.loading.pipeline import Pipeline
