@@ -106,9 +106,8 @@ def test_the_command(monkeypatch, attached):
 
     monkeypatch.setattr(loading, "loading_rows", fake)
     monkeypatch.setattr("blendkv.cli_bench_loading.load", lambda *a: (attached("llama"), None))
-    found = CliRunner().invoke(
-        main, ["bench", "loading", "t", "--factors", "0.5,2", "--ratio", "0.15,1", "--levels", "raw"]
-    )
+    options = ["--factors", "0.5,2", "--ratio", "0.15,1", "--levels", "raw", "--max-kl", "0.1"]
+    found = CliRunner().invoke(main, ["bench", "loading", "t", *options])
     assert found.exit_code == 0, found.output
     assert "1.00 of its bound" in found.output
     assert (given["factors"], given["ratios"]) == ([0.5, 2.0], [0.15, 1.0])
