@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +10,7 @@ import typer
 
 from blendkv._console import print_json, print_table, work
 from blendkv._options import Device, Dtype, Json, Model, figure, load, named_selector, read_ratios
-from blendkv.cli_precompute import chosen_codec
+from blendkv.cli_precompute import chosen_codec, chosen_levels
 
 
 def loading(
@@ -24,6 +25,8 @@ def loading(
     selector: Annotated[str, typer.Option("--selector", help="Which tokens are recomputed.")] = "hkvd",
     codec: Annotated[str, typer.Option(help="That chunks are kept with.")] = "raw",
     profile: Annotated[Path | None, typer.Option(help="File that `blendkv profile` made for the codec.")] = None,
+    levels: Annotated[str, typer.Option(help="That they are kept at besides, such as klt@0,klt@4,klt@8.")] = "",
+    max_kl: Annotated[float, typer.Option(min=0.0, help="The most that a level of the controller's may lose.")] = inf,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each; medians count.")] = 3,
     dtype: Dtype = "float32",
     device: Device = "cpu",
@@ -55,7 +58,9 @@ def loading(
                 ratios=ratios,
                 floor=floor,
                 selector=selector,
-                codec=chosen_codec(codec, None, profile),
+                codec=chosen_codec(codec, None, profile, levels),
+                levels=chosen_levels(levels, profile),
+                max_kl=max_kl,
                 repeats=repeats,
                 name=model,
                 on_row=_say,
@@ -70,7 +75,9 @@ def loading(
 
 
 def _say(row: dict[str, Any]) -> None:
-    typer.echo(f"{row['link_mb_s']:.1f} MB/s, {row['method']} {row['ratio']:g}: {row['ttft_s']:.3f} s", err=True)
+    typer.echo(
+        f"{row['link_mb_s']:.1f} MB/s, {row['method']} {row['ratio']:g} {row['level']}: {row['ttft_s']:.3f} s", err=True
+    )
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
@@ -82,13 +89,27 @@ def _print(rows: list[dict[str, Any]]) -> None:
         return ""
 
     print_table(
-        ["link", "load/compute", "method", "ratio", "from text", "TTFT", "load", "compute", "KL", "predicted", ""],
+        [
+            "link",
+            "load/compute",
+            "method",
+            "ratio",
+            "level",
+            "from text",
+            "TTFT",
+            "load",
+            "compute",
+            "KL",
+            "predicted",
+            "",
+        ],
         [
             [
                 f"{row['link_mb_s']:,.1f} MB/s",
                 f"{row['factor']:g}",
                 row["method"],
                 f"{row['ratio']:g}",
+                row["level"],
                 f"{row['text']}",
                 f"{row['ttft_s']:.3f} s",
                 f"{row['load_s']:.3f} s",
@@ -99,6 +120,5 @@ def _print(rows: list[dict[str, Any]]) -> None:
             ]
             for row in rows
         ],
-        f"{rows[0]['model']}, {rows[0]['dtype']}, {rows[0]['tokens']:,} tokens, {rows[0]['level']}, on "
-        f"{rows[0]['device']}",
+        f"{rows[0]['model']}, {rows[0]['dtype']}, {rows[0]['tokens']:,} tokens, on {rows[0]['device']}",
     )

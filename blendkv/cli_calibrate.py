@@ -9,7 +9,7 @@ import typer
 
 from blendkv._console import print_json, print_table, work
 from blendkv._options import Device, Dtype, Json, Model, load, read_lengths, read_ratios, shown_size
-from blendkv.cli_precompute import chosen_codec
+from blendkv.cli_precompute import chosen_codec, chosen_levels
 
 
 def calibrate(
@@ -19,6 +19,7 @@ def calibrate(
     ] = None,
     codec: Annotated[str, typer.Option(help="That chunks are kept with.")] = "raw",
     profile: Annotated[Path | None, typer.Option(help="File that `blendkv profile` made for the codec.")] = None,
+    levels: Annotated[str, typer.Option(help="That chunks are kept at besides, such as klt@0,klt@4.")] = "",
     tokens: Annotated[str, typer.Option(help="Lengths of the prompts that are blended.")] = "256,1024",
     ratio: Annotated[str, typer.Option(help="Ratios at which they are.")] = "0,0.15,0.5,1",
     hide: Annotated[
@@ -41,15 +42,17 @@ def calibrate(
         from blendkv.attaching import attachment_of
         from blendkv.loading.controller import slowest
         from blendkv.loading.costs import asdict_of, calibration_path
+        from blendkv.loading.losses import measure_losses
         from blendkv.loading.measuring import calibrate_machine
         from blendkv.stores import open_store
 
-        loaded, _ = load(model, dtype, device)
+        loaded, tokenizer = load(model, dtype, device)
         stores = [open_store(url) for url in store or ()]
-        codecs = [chosen_codec(codec, None, profile)]
+        codecs = [chosen_codec(codec, None, profile, levels), *chosen_levels(levels, profile)]
         costs = calibrate_machine(
             loaded, stores, codecs, lengths, ratios, say=lambda text: typer.echo(f"{text} ...", err=True)
         )
+        costs.losses = measure_losses(loaded, tokenizer, codecs)
         path = calibration_path(costs.fingerprint) if out is None else out
         costs.write(path)
         facts = attachment_of(loaded).facts
@@ -76,6 +79,7 @@ def calibrate(
                 [url, f"{shown_size(round(each.bytes_per_s))}/s, {each.latency_s * 1e3:.2f} ms a request"]
                 for url, each in costs.sources.items()
             ),
+            *([f"lost by {name}", f"{kl:.4f} nats of KL"] for name, kl in costs.losses.items()),
             [f"hidden by recomputing {hide:.0%}", f"raw chunks from {shown_size(round(needed))}/s on"],
         ],
         costs.machine,

@@ -34,6 +34,7 @@ def precompute(
     codec: Codec = "raw",
     level: Annotated[int | None, typer.Option(help="Of the codec; coarser above 0, finer below.")] = None,
     profile: Annotated[Path | None, typer.Option(help="File that `blendkv profile` made for the codec.")] = None,
+    levels: Annotated[str, typer.Option(help="Beside each chunk, for a loading controller: klt@0,klt@4.")] = "",
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Longer documents are cut, at sentence ends.")] = 512,
     condition: Annotated[str, typer.Option(help="Before each chunk: auto, none, bos, system or dummy.")] = "auto",
     system: Annotated[str | None, typer.Option(help="The system prompt, with --condition system.")] = None,
@@ -61,8 +62,9 @@ def precompute(
         total = count_documents(found, field)
         place = Place(device)
         loaded, tokenizer = load(model, dtype, place.device)
-        kept = chosen_codec(codec, level, profile)
-        library = _library(loaded, tokenizer, store, room, kept, chunk_tokens=chunk_tokens, condition=condition,
+        kept = chosen_codec(codec, level, profile, levels)
+        beside = chosen_levels(levels, profile)
+        library = _library(loaded, tokenizer, store, room, kept, beside, chunk_tokens=chunk_tokens, condition=condition,
                            namespace=namespace, batch_tokens=batch_tokens)  # fmt: skip
         with library:
             done = _run(library, place.share(read_documents(found, field)), place, total, system)
@@ -105,8 +107,8 @@ class Place:
         return reduce(add, gather_object([done]))
 
 
-def chosen_codec(name: str, level: int | None, profile: Path | None) -> Any:
-    """A codec by name, with its level and profile."""
+def chosen_codec(name: str, level: int | None, profile: Path | None, levels: str = "") -> Any:
+    """A codec by name, with its level and profile; one that needs none leaves it to the levels beside it."""
     from blendkv.codecs import codec_class, codec_names, get_codec
 
     one_of("--codec", name, codec_names())
@@ -115,16 +117,33 @@ def chosen_codec(name: str, level: int | None, profile: Path | None) -> Any:
             f"codec {name}: needs a profile of the model: `blendkv profile MODEL --data FILES --out FOLDER` makes it, "
             f"--profile FOLDER/{name}.safetensors reads it"
         )
+    if levels and not codec_class(name).needs_profile:
+        profile = None
     settings = {"level": level, "profile": None if profile is None else str(profile)}
     return get_codec(name, **{key: value for key, value in settings.items() if value is not None})
 
 
-def _library(model: Any, tokenizer: Any, url: str, room: dict[str, int], codec: Any, **settings: Any) -> ChunkLibrary:
+def chosen_levels(text: str, profile: Path | None) -> list[Any]:
+    """Codecs of levels such as `klt@0,klt@4`, the least lossy first; none of an empty text."""
+    from blendkv.codecs import get_codec
+
+    made = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, at, level = part.partition("@")
+        if at and not level.lstrip("-").isdigit():
+            raise typer.BadParameter(f"{part!r} is no level such as klt@4", param_hint="--levels")
+        made.append(chosen_codec(name, int(level), profile) if at else get_codec(name))
+    return made
+
+
+def _library(
+    model: Any, tokenizer: Any, url: str, room: dict[str, int], codec: Any, levels: Any, **settings: Any
+) -> ChunkLibrary:
     """A library that writes at once, and keeps next to nothing in memory."""
     from blendkv.library import ChunkLibrary
     from blendkv.stores import Pool, TieredStore, open_store
 
-    tiers = TieredStore(Pool(1 << 20), open_store(url, **room), codec=codec, write="through")
+    tiers = TieredStore(Pool(1 << 20), open_store(url, **room), codec=codec, levels=levels, write="through")
     try:
         return ChunkLibrary(model, tokenizer, store=tiers, deadline_s=PATIENCE_S, **settings)
     except BaseException:

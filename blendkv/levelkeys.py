@@ -1,4 +1,4 @@
-"""The key of one level of a chunk.
+"""The key and the name of one level of a chunk.
 
 A chunk's key says nothing of a codec, so a level has a key of its own: SHA-256 over length-framed fields, the chunk's
 key and what the head of the file says of its codec. Whoever reads a file can compute it again, and whoever knows a
@@ -30,16 +30,36 @@ def level_key(key: str, codec: Codec) -> str:
 
 def level_key_of(key: str, header: Header) -> str:
     """The same from the head of a file."""
-    try:
-        chooses = hasattr(codec_class(header.codec), "max_streams")
-    except ValueError:  # a plug-in's that is not installed
-        chooses = False
-    return _key(key, header.codec, header.level, header.arrangement.streams if chooses else 0, header.profile_hash)
+    return _key(key, header.codec, header.level, _streams_of(header), header.profile_hash)
+
+
+def name_of(codec: Codec) -> str:
+    """A level's name for people, such as `klt@4`, or `klt@0+2` for two streams."""
+    return _name(codec.name, codec.level, chosen_streams(codec), codec.profile_hash)
+
+
+def name_in(header: Header) -> str:
+    """The same from the head of a file."""
+    return _name(header.codec, header.level, _streams_of(header), header.profile_hash)
 
 
 def chosen_streams(codec: Codec) -> int:
     """Streams of a codec that is told how many to write (`klt`); 0 of one that always writes as many."""
     return int(getattr(codec, "streams", 1)) if hasattr(codec, "max_streams") else 0
+
+
+def _streams_of(header: Header) -> int:
+    try:
+        chooses = hasattr(codec_class(header.codec), "max_streams")
+    except ValueError:  # a plug-in's that is not installed
+        chooses = False
+    return header.arrangement.streams if chooses else 0
+
+
+def _name(name: str, level: int, streams: int, profile: str) -> str:
+    if not profile and level == 0:
+        return name
+    return f"{name}@{level}" + (f"+{streams}" if streams > 1 else "")
 
 
 def _key(key: str, name: str, level: int, streams: int, profile: str) -> str:

@@ -3,69 +3,34 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, Self
 
 import torch
 from torch import nn
-from transformers import BatchEncoding
 
 from blendkv import _compat
-from blendkv.attaching import attach, attachment_of
+from blendkv.attaching import attach
 from blendkv.cache import BlendedCache, Chunk
-from blendkv.chunk import ChunkCache, MissingChunk, chunk_key, tokenizer_fingerprint
+from blendkv.chunk import ChunkCache, tokenizer_fingerprint
 from blendkv.codecs import Codec
 from blendkv.container.format import MAX_NAME_BYTES
 from blendkv.container.seals import check_secret
 from blendkv.conversation import Turn, assemble_turns
-from blendkv.errors import ChunkMissError
-from blendkv.facts import ModelFacts
 from blendkv.guard import Guard
+from blendkv.inputs import BlendedInputs
 from blendkv.layout import Layout, Piece, Prompt, begins_with_bos, conditioning_ids, texts_of
 from blendkv.listening import Listeners
 from blendkv.loading.controller import Controller
-from blendkv.loading.guided import Guided
-from blendkv.loading.pipeline import TEXT, Pipeline
-from blendkv.loading.progress import Progress
-from blendkv.pace import seconds_to_compute
-from blendkv.prefilling import BATCH_TOKENS, prefill
+from blendkv.loading.pipeline import Pipeline
+from blendkv.prefilling import BATCH_TOKENS
 from blendkv.pretrained import PretrainedMixin
 from blendkv.report import BlendReport
-from blendkv.scoring import add_scores
 from blendkv.selectors import Selector, get_selector
-from blendkv.stores import Budget, Pool, Store, TieredStore, faults_of, open_chunks
-from blendkv.stores.pool import Fetched
+from blendkv.stores import Budget, Pool, Store, TieredStore, open_chunks
+from blendkv.supply import Supply, Wanted
 
-DEADLINE_S = 0.25
-Road = Callable[[Sequence[str], Sequence[torch.device], Budget], list[Fetched]]
-Wanted = tuple[Piece, tuple[int, ...]]
-"""A piece of the prompt, and the ids that stand before it while it is computed."""
-
-
-class BlendedInputs(BatchEncoding):
-    """What `model.generate(**inputs)` takes: `input_ids`, `attention_mask`, and the cache under its keyword."""
-
-    @property
-    def cache(self) -> BlendedCache:
-        """The cache, whatever the installed transformers calls it."""
-        return self.data[_compat.CACHE_ARG]
-
-    @property
-    def report(self) -> BlendReport:
-        """What the blend did; filled in by `generate`."""
-        return self.cache.report
-
-    def to(self, device: Any, **kwargs: Any) -> BlendedInputs:
-        """Moves ids and mask; keys and values follow each layer's device by themselves."""
-        cache = self.data.pop(_compat.CACHE_ARG)
-        try:
-            super().to(device, **kwargs)
-        finally:
-            self.data[_compat.CACHE_ARG] = cache
-        return self
+__all__ = ["BlendedInputs", "ChunkLibrary"]
 
 
 class ChunkLibrary(PretrainedMixin):
@@ -90,7 +55,8 @@ class ChunkLibrary(PretrainedMixin):
         namespace: part of every key: who may use each other's chunks. Who runs the service sets it, never a request; a
             store that others reach too wants one.
         secret: of a tenant, 16 to 64 bytes: keys cannot be guessed without it, and files are sealed with it.
-        controller: chooses, for each prompt, the ratio that loading hides, and what is computed from text instead.
+        controller: chooses, for each prompt, the ratio that loading hides, at which level chunks are loaded from which
+            store, and what is computed from text instead; by a target, if it has one (docs/guides/loading.md).
         pipeline: whether a blend begins before its chunks are loaded from stores: layer by layer, while others compute.
         deadline_s: most seconds that a prompt waits for stores that are not local, in all; what is not there by then is
             computed. None: 0.25, or a tenth of what computing the chunks takes at least, if that is more.
@@ -164,7 +130,21 @@ class ChunkLibrary(PretrainedMixin):
         self.batch_tokens, self.progress, self.guard = batch_tokens, progress, guard
         self.model = attach(model)
         self.tokenizer_digest = tokenizer_fingerprint(tokenizer)
-        self._lock, self._listeners = threading.Lock(), Listeners()
+        self._listeners = Listeners()
+        self.supply = Supply(
+            self.model,
+            tokenizer,
+            self.tokenizer_digest,
+            self.pool,
+            self.pipeline,
+            controller,
+            self.namespace,
+            self.secret,
+            deadline_s,
+            get_selector(selector).stored,
+            batch_tokens,
+            progress,
+        )
 
     def __call__(
         self, documents: Iterable[Any], question: str, system: str | None = None, **options: Any
@@ -223,7 +203,7 @@ class ChunkLibrary(PretrainedMixin):
         """
         wanted = self._wanted(documents, system)
         report = BlendReport() if report is None else report
-        chunks = self._from_store(wanted, report, self.options["strict"], compute=True)
+        chunks = self.supply.get(wanted, report, self.options["strict"], compute=True)
         return [chunk for chunk in chunks if isinstance(chunk, ChunkCache)]
 
     def prefetch(
@@ -240,13 +220,12 @@ class ChunkLibrary(PretrainedMixin):
             What was loaded, and which stores failed.
         """
         report, wanted = BlendReport(), self._wanted(documents, system)
-        pieces = {self._key(*piece): piece for piece in wanted}
-        self._usable(pieces, attachment_of(self.model).facts, report, Budget(deadline_s))
+        self.supply.usable({self.supply.key(*piece): piece for piece in wanted}, report, Budget(deadline_s))
         return report
 
     def keys(self, documents: Iterable[Any], system: str | None = None) -> list[str]:
         """Keys of the chunks that `prefill` would give, in order; nothing is looked up or computed."""
-        return [self._key(*wanted) for wanted in self._wanted(documents, system)]
+        return [self.supply.key(*wanted) for wanted in self._wanted(documents, system)]
 
     def assemble(self, documents: Iterable[Any], question: str, system: str | None = None) -> Prompt:
         """The prompt as pieces: the template's head, each document's chunks, separators, and the rest.
@@ -307,10 +286,6 @@ class ChunkLibrary(PretrainedMixin):
         conditioning = self._conditioning(self.layout.head(system))
         return [(piece, conditioning) for piece in pieces]
 
-    def _key(self, piece: Piece, conditioning: tuple[int, ...]) -> str:
-        fingerprint = attachment_of(self.model).facts.fingerprint
-        return chunk_key(piece.ids, fingerprint, conditioning, self.tokenizer_digest, self.namespace, self.secret)
-
     def _conditioning(self, head: Piece | None) -> tuple[int, ...]:
         return conditioning_ids(self.condition, self.tokenizer, () if head is None else head.ids)
 
@@ -320,172 +295,8 @@ class ChunkLibrary(PretrainedMixin):
         wanted = [
             (piece, conditioning if piece.kind == "chunk" else ()) for piece in prompt.pieces if piece.kind != "text"
         ]
-        road = self._road(len(prompt.ids), report, options)
-        return self._from_store(wanted, report, options["strict"], self.on_miss == "prefill", road)
-
-    def _road(self, tokens: int, report: BlendReport, options: dict[str, Any]) -> Road | None:
-        """How chunks of a prompt are fetched while it computes, if that can be; options get the ratio chosen."""
-        attachment = attachment_of(self.model)
-        if self.pipeline is None or options["strict"] or attachment.masks != "lazy":
-            return None
-        selector, report.loading = get_selector(options["selector"]), Progress()
-        # asked once the controller has chosen a ratio: at ratio 0 the first layer is read, else often not
-        given: dict[str, Any] = {"first": lambda: BlendedCache((), **options).reads_from, "progress": report.loading}
-        if self.controller is not None:
-            guided = Guided(self.controller, attachment, tokens, selector, options, report)
-            given |= {"choose": guided.choose}
-            report.loading.on_loaded = guided.learn
-        return partial(self.pipeline.fetch, **given)
-
-    def _from_store(
-        self,
-        wanted: Sequence[Wanted],
-        report: BlendReport,
-        strict: bool,
-        compute: bool,
-        road: Road | None = None,
-    ) -> list[Chunk]:
-        """Looks every piece up; computes and stores the missing ones, or says that they are missing.
-
-        Args:
-            wanted: pieces.
-            report: of the prompt.
-            strict: whether a chunk that cannot be stored raises.
-            compute: whether missing ones are computed.
-            road: fetches chunks that are still on their way; None: as the store gives them, whole.
-        """
-        facts = attachment_of(self.model).facts
-        keys = [self._key(piece, conditioning) for piece, conditioning in wanted]
-        pieces: dict[str, Wanted] = {}
-        for key, piece in zip(keys, wanted, strict=True):
-            pieces.setdefault(key, piece)
-        mine = [_same(pieces[key], piece) for key, piece in zip(keys, wanted, strict=True)]
-        budget = self._budget(facts, sum(len(piece.ids) for piece, _ in pieces.values()))
-        have: dict[str, Chunk] = self._usable(pieces, facts, report, budget, road)
-        lacking = {key: piece for key, piece in pieces.items() if key not in have}
-        if not compute:
-            have |= {key: MissingChunk(torch.tensor(piece.ids)) for key, (piece, _) in lacking.items()}
-        elif lacking:
-            with self._lock:  # one prefill at a time: what another thread has just computed is not computed again
-                self._fill(lacking, have, facts, report, budget)
-        if strict and report.put_failures:
-            words = sorted({word for faults in report.store_faults.values() for word in faults})
-            why = "; ".join([*words, *getattr(self.pool, "notes", ())])
-            raise ChunkMissError(
-                f"{report.put_failures} chunks could not be stored{f' ({why})' if why else ''}: give the store more "
-                "room than the chunks of a prompt take (capacity_bytes), see its stats, or use strict=False"
-            )
-        # two contents under one key, as only a broken hash makes them: the second is asked for by itself
-        others = [piece for piece, is_mine in zip(wanted, mine, strict=True) if not is_mine]
-        rest = iter(self._from_store(others, report, strict, compute, road) if others else ())
-        return [have[key] if is_mine else next(rest) for key, is_mine in zip(keys, mine, strict=True)]
-
-    def _budget(self, facts: ModelFacts, tokens: int) -> Budget:
-        """How long this prompt may wait for stores."""
-        if self.deadline_s is not None or not getattr(self.pool, "shared", False):
-            return Budget(self.deadline_s)
-        weight = next(self.model.parameters())
-        dtype = weight.dtype if weight.dtype.is_floating_point else facts.dtype
-        return Budget(max(DEADLINE_S, 0.1 * seconds_to_compute(facts.shape, tokens, weight.device, dtype)))
-
-    def _fill(
-        self,
-        lacking: dict[str, Wanted],
-        have: dict[str, Chunk],
-        facts: ModelFacts,
-        report: BlendReport,
-        budget: Budget,
-    ) -> None:
-        """Computes and stores what is lacking, by conditioning; what the store makes of it is used at once."""
-        there = {key: lacking[key] for key in lacking if key in self.pool}
-        have |= self._usable(there, facts, report, budget)
-        lacking = {key: piece for key, piece in lacking.items() if key not in have}
-        for conditioning in dict.fromkeys(c for _, c in lacking.values()):
-            group = {key: piece for key, (piece, c) in lacking.items() if c == conditioning}
-            with report.clock.stage("prefill"):
-                made = self._compute(group, conditioning)
-            report.prefilled_tokens += sum(map(len, made))
-            for key, (chunk, kept) in zip(group, self._put(made, report, budget), strict=True):
-                have[key] = chunk
-                report.put_failures += not kept
-
-    def _usable(
-        self,
-        wanted: Mapping[str, Wanted],
-        facts: ModelFacts,
-        report: BlendReport,
-        budget: Budget,
-        road: Road | None = None,
-    ) -> dict[str, Chunk]:
-        """Those chunks that the store has, and that are what their keys say; a store that fails has none."""
-        if not wanted:
-            return {}
-        before = faults_of(self.pool)
-        try:
-            fetch = self.pool.fetch if road is None else road
-            found = fetch(list(wanted), attachment_of(self.model).homes, budget)
-        except Exception as error:
-            report.notes.append(f"the store failed to get {len(wanted)} chunks, which were computed instead: {error!r}")
-            return {}
-        report.note_faults(before, faults_of(self.pool))
-        have: dict[str, Chunk] = {}
-        for (key, (piece, conditioning)), got in zip(wanted.items(), found, strict=True):
-            if got.tier == TEXT:
-                have[key] = MissingChunk(torch.tensor(piece.ids), TEXT)
-            elif (chunk := self._checked(got.chunk, piece, facts, conditioning)) is not None:
-                have[key] = chunk
-                report.loaded[got.tier] = report.loaded.get(got.tier, 0) + len(chunk)
-        return have
-
-    def _put(
-        self, chunks: Sequence[ChunkCache], report: BlendReport, budget: Budget
-    ) -> Sequence[tuple[ChunkCache, bool]]:
-        """Chunks as the store gives them from now on, and whether it kept them; one that fails did not."""
-        before = faults_of(self.pool)
-        try:
-            kept = self.pool.put_many(chunks, budget)
-        except Exception as error:
-            report.notes.append(f"the store failed to keep {len(chunks)} chunks: {error!r}")
-            return [(chunk, False) for chunk in chunks]
-        report.note_faults(before, faults_of(self.pool))
-        return kept
-
-    def _checked(
-        self, chunk: ChunkCache | None, piece: Piece, facts: ModelFacts, conditioning: tuple[int, ...]
-    ) -> ChunkCache | None:
-        """A chunk from the store only if it is what its key says: even a broken hash serves nothing wrong."""
-        if chunk is None:
-            return None
-        same = (
-            tuple(chunk.ids.tolist()) == piece.ids
-            and facts.mismatch(chunk) is None
-            and chunk.conditioning == conditioning
-            and chunk.tokenizer == self.tokenizer_digest
-            and chunk.namespace == self.namespace
-        )
-        return chunk if same else None
-
-    def _compute(self, pieces: Mapping[str, Piece], conditioning: tuple[int, ...]) -> list[ChunkCache]:
-        """Chunks of pieces, by key, that were not in the store."""
-        made = prefill(
-            self.model,
-            [list(piece.ids) for piece in pieces.values()],
-            conditioning=conditioning,
-            namespace=self.namespace,
-            batch_tokens=self.batch_tokens,
-            progress=self.progress,
-        )
-        if wanted := get_selector(self.options["selector"]).stored:
-            made = add_scores(self.model, made, wanted, self.tokenizer)
-        return [
-            replace(
-                chunk,
-                tokenizer=self.tokenizer_digest,
-                text=piece.text,
-                keyed="" if self.secret is None else key,
-            )
-            for chunk, (key, piece) in zip(made, pieces.items(), strict=True)
-        ]
+        road = self.supply.road(len(prompt.ids), report, options)
+        return self.supply.get(wanted, report, options["strict"], self.on_miss == "prefill", road)
 
 
 def _check_namespace(namespace: str) -> None:
@@ -496,8 +307,3 @@ def _check_namespace(namespace: str) -> None:
         raise ValueError(f"namespace={namespace!r} is no text that UTF-8 can hold: choose another") from error
     if size > MAX_NAME_BYTES:
         raise ValueError(f"a namespace of {size:,} bytes: at most {MAX_NAME_BYTES:,} in UTF-8; give a digest of it")
-
-
-def _same(a: Wanted, b: Wanted) -> bool:
-    """Whether two pieces of a prompt have the same content."""
-    return a[0].ids == b[0].ids and a[1] == b[1]

@@ -62,7 +62,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a tenant's secret is not part of the key",
-        "library.py",
+        "supply.py",
         "self.tokenizer_digest, self.namespace, self.secret)",
         "self.tokenizer_digest, self.namespace, None)",
         "tests/test_library.py",
@@ -70,13 +70,13 @@ MUTATIONS = (
     Mutation(
         "a stored file is not asked for its own key",
         "stores/opening.py",
-        "if file.key_with(self._secret) != key:",
+        "if key not in (own, level_key_of(own, file.header)):",
         "if False:",
         "tests/stores/test_tiered.py",
     ),
     Mutation(
         "a library does not compare token ids on a hit",
-        "library.py",
+        "supply.py",
         "tuple(chunk.ids.tolist()) == piece.ids\n            and ",
         "",
         "tests/test_library.py tests/cases/test_bad_input.py tests/cases/test_d39.py",
@@ -104,8 +104,8 @@ MUTATIONS = (
     ),
     Mutation(
         "damaged entries stay where they are",
-        "stores/tiered.py",
-        'getattr(store, "quarantine", store.delete)(key)',
+        "stores/reading.py",
+        'getattr(store, "quarantine", store.delete)(entry)',
         "pass",
         "tests/stores/test_tiered.py",
     ),

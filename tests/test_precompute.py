@@ -15,8 +15,10 @@ from blendkv import ChunkLibrary, Pool
 from blendkv.chunkfile import ChunkFile
 from blendkv.cli import main
 from blendkv.codecs import load_profile
+from blendkv.container import read_head
 from blendkv.documents import count_documents, find_files, read_documents
 from blendkv.errors import StoreError
+from blendkv.levelkeys import name_in
 from blendkv.precompute import ASK_BATCHES, Precomputed, precompute
 from blendkv.prefilling import prefill
 from blendkv.stores import DiskStore, TieredStore
@@ -128,7 +130,7 @@ def test_what_is_there_is_not_computed_again(library, monkeypatch):
     assert (half.found, half.computed) == (0, 5)
     rest = precompute(library(store=pool), [*TEXTS, TEXTS[0]])
     assert (rest.documents, rest.found, rest.computed) == (13, 6, 7)
-    monkeypatch.setattr("blendkv.library.prefill", lambda *args, **kwargs: pytest.fail("computed again"))
+    monkeypatch.setattr("blendkv.supply.prefill", lambda *args, **kwargs: pytest.fail("computed again"))
     assert precompute(library(store=pool), TEXTS).computed == 0
 
 
@@ -300,6 +302,12 @@ def test_the_command_codes_and_conditions(run, data, tmp_path):
             assert file.key == entry.key
             assert (file.header.namespace, file.header.codec, file.header.level) == ("n", "klt", -2)
             assert len(file.conditioning) > 0
+    beside = ["--levels", "klt@0,klt@4", "--profile", profile / "klt.safetensors"]
+    result = run(data, "--store", tmp_path / "levels", *beside, "--json")
+    assert result.exit_code == 0, result.stderr
+    store = DiskStore(tmp_path / "levels")
+    heads = [read_head(store.get(entry.key)).header for entry in store.entries()]
+    assert Counter(map(name_in, heads)) == {"raw": 12, "klt@0": 12, "klt@4": 12}
 
 
 def test_the_command_is_resumed_after_it_was_stopped(run, data, tmp_path, monkeypatch):

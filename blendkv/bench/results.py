@@ -36,7 +36,7 @@ SETTINGS = {
     "eviction": ("documents", "requests", "seeds"),
     "quality": ("model", "dtype", "device", "task", "data", "records", "prompts", "chunks", "chunk_tokens", "batch"),
     "insights": ("model", "dtype", "device", "task", "data", "prompts"),
-    "loading": ("model", "dtype", "device", "tokens", "chunk_tokens", "selector", "level"),
+    "loading": ("model", "dtype", "device", "tokens", "chunk_tokens", "selector"),
     "throughput": (
         "device", "shape", "dtype", "documents", "chunks", "chunk_tokens", "question_tokens", "requests",
         "warm_requests", "zipf", "room", "new_tokens", "seed",
@@ -52,7 +52,7 @@ IDENTITIES = {
     "eviction": (*SETTINGS["eviction"], "zipf", "drift", "capacity", "policy"),
     "quality": (*SETTINGS["quality"], "method", "selector", "ratio", "condition", "check_layers"),
     "insights": (*SETTINGS["insights"], "figure", "layer", "ratio"),
-    "loading": (*SETTINGS["loading"], "factor", "method", "ratio"),
+    "loading": (*SETTINGS["loading"], "factor", "method", "ratio", "level"),
     "throughput": (*SETTINGS["throughput"], "method", "selector", "ratio", "clock", "rate"),
 }
 """For each command the fields that tell its rows apart."""

@@ -25,7 +25,8 @@ from blendkv.calibrating import calibrate
 from blendkv.chunk import ChunkCache
 from blendkv.chunkfile import decode_chunk, encode_chunk
 from blendkv.codecs import Codec, Profile, get_codec
-from blendkv.loading.levels import name_of, write_levels
+from blendkv.levelkeys import name_of
+from blendkv.loading.levels import write_levels
 from blendkv.loading.streaming import Item, Rung
 from blendkv.passages import read_passages
 from blendkv.prefilling import prefill

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,84 +15,20 @@ from blendkv.container.seals import Secret
 from blendkv.errors import ChunkFileError
 from blendkv.loading.assembly import Assembly
 from blendkv.loading.clocks import Clock, RealClock
-from blendkv.loading.handover import Handover, Told
+from blendkv.loading.handover import Handover
 from blendkv.loading.levels import Level
 from blendkv.loading.policies import Adaptive
-from blendkv.loading.streaming import Item, Load, Policy, Rung, Stream, Work
+from blendkv.loading.streaming import Load, Policy, Stream, Work
+from blendkv.loading.wanted import BASE, Came, Streamed, Wanted
 from blendkv.stores.base import Store
+
+__all__ = ["BASE", "Came", "StreamClient", "Streamed", "Wanted"]
 
 PIECE = 1 << 16
 LOOK_S = 0.05
 """Most seconds between two looks at whether the link still moves."""
 FAILURES = 3
 """Pieces in a row that no source gives at once, after which nothing more is asked for."""
-BASE = "/base"
-"""How the name of a level's base ends."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A chunk, and what is known of its levels.
-
-    Attributes:
-        key: of the chunk.
-        levels: that a store should have (`write_levels`, `find_levels`).
-        loss: KL divergence of each level by its name; of a base by the level's name and `/base`.
-        decode_s: seconds of decoding, likewise; 0 where it is not told.
-        text_s: seconds of recomputing the chunk.
-    """
-
-    key: str
-    levels: tuple[Level, ...]
-    loss: Mapping[str, float]
-    text_s: float
-    decode_s: Mapping[str, float] = field(default_factory=dict)
-
-    def item(self) -> Item:
-        """For a policy. Levels that are not there, or whose loss nobody knows, are left out."""
-        rungs = []
-        for level in self.levels:
-            if not level.nbytes or level.name not in self.loss:
-                continue
-            base = level.name + BASE
-            if level.base_bytes and base in self.loss:
-                rungs.append(Rung(base, level.base_bytes, self.loss[base], self.decode_s.get(base, 0.0)))
-            builds_on = base if level.base_bytes and base in self.loss else ""
-            seconds = self.decode_s.get(level.name, 0.0)
-            rungs.append(Rung(level.name, level.nbytes, self.loss[level.name], seconds, builds_on))
-        return Item(tuple(rungs), self.text_s)
-
-    def level(self, rung: Rung) -> Level:
-        """The level that a rung is of."""
-        name = rung.name.removesuffix(BASE)
-        return next(level for level in self.levels if level.name == name)
-
-
-@dataclass(frozen=True)
-class Streamed:
-    """What came of a prompt's chunks.
-
-    Attributes:
-        chunks: all of them.
-        chosen: what each was made of: a level's name, or "text".
-        seconds: it took.
-        target_s: it should have taken.
-        loss: mean over chunks, as the levels' losses say.
-        brought: bytes.
-        switched: loads that were given up for something else.
-        told: of the sources.
-        faults: why levels could not be used, in a word, and how often.
-    """
-
-    chunks: tuple[ChunkCache, ...]
-    chosen: tuple[str, ...]
-    seconds: float
-    target_s: float
-    loss: float
-    brought: int
-    switched: int
-    told: Told
-    faults: dict[str, int]
 
 
 class StreamClient:
@@ -181,6 +116,8 @@ class _Run:
         self._parts: dict[tuple[int, str], Assembly] = {}
         self._closed, self._failures = False, 0
         self._faults: dict[str, int] = {}
+        self._gave: dict[tuple[int, str], int] = {}
+        self._wrong: set[tuple[str, int]] = set()
 
     def run(self) -> Streamed:
         """To the end."""
@@ -206,7 +143,17 @@ class _Run:
             stream.switched,
             self._client.source.told,
             dict(self._faults),
+            tuple(map(self._file_of, range(len(chunks)), stream.chosen)),
+            frozenset(self._wrong),
+            stream.link.mean() if stream.brought else None,
         )
+
+    def _file_of(self, item: int, chosen: str) -> Came | None:
+        level = next((each for each in self._wanted[item].levels if each.name == chosen.removesuffix(BASE)), None)
+        if level is None:
+            return None
+        at = item, level.name
+        return Came(level, self._gave.get(at, 0), self._parts[at])
 
     # -- the processor ------------------------------------------------------------------------------------------------
 
@@ -246,6 +193,8 @@ class _Run:
             return file.read(1 if work.rung.name.endswith(BASE) else None)
         except (ChunkFileError, OSError) as error:
             self._fault(getattr(error, "reason", "io"))
+            level = wanted.level(work.rung)
+            self._wrong.add((level.key, self._gave.get((work.item, level.name), 0)))
             return None
 
     # -- the link -----------------------------------------------------------------------------------------------------
@@ -301,11 +250,14 @@ class _Run:
         """Joins a piece; False if the file cannot become anything."""
         try:
             assembly = self._assembly(load, level)
+            self._gave[load.item, level.name] = source
             if assembly.add(start, data, source):
                 self._client.source.blame(*assembly.suspects)
+                self._wrong.update((level.key, suspect) for suspect in assembly.suspects)
         except (ChunkFileError, ValueError) as error:
             self._fault(getattr(error, "reason", "length"))
             self._client.source.blame(source)
+            self._wrong.add((level.key, source))
             return False
         return True
 
@@ -327,9 +279,10 @@ class _Run:
     def _assembly(self, load: Load, level: Level) -> Assembly:
         key = (load.item, level.name)
         if key not in self._parts:
-            profile = getattr(level.codec, "profile", None)
-            known = profile if isinstance(profile, Profile) else self._client._profiles
-            settings: dict[str, Any] = {"secret": self._client._secrets, "codec": level.codec, "profiles": known}
+            codec, known = (None if level.main else level.codec), self._client._profiles
+            profile = getattr(codec, "profile", None)
+            known = profile if isinstance(profile, Profile) else known
+            settings: dict[str, Any] = {"secret": self._client._secrets, "codec": codec, "profiles": known}
             self._parts[key] = Assembly(level.nbytes or 0, device=self._client._device, **settings)
         return self._parts[key]
 

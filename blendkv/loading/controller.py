@@ -1,81 +1,35 @@
 """What to load, and how much to recompute meanwhile: settled for each prompt, before its first layer runs.
 
 CacheBlend (2405.16444), section 5.1: recompute as many tokens as loading hides, and never fewer than a floor. Beyond
-it, a chunk whose bytes take longer than its tokens is computed from its text, while others are loaded.
+it, chunks are loaded at the least lossy level that loading hides (as CacheGen chooses: Liu et al. 2024, section 5.3),
+and a chunk whose bytes take longer than its tokens is computed from its text, while others are loaded.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from blendkv import flops
 from blendkv.loading.costs import ComputeCosts, Costs, calibration_path, machine
+from blendkv.loading.decision import TEXT, Decision
+from blendkv.loading.plans import WORTH, Load, Loss, Offer, best_plan, order_of
 from blendkv.pace import matmul_rate
+
+__all__ = ["FLOOR", "MARGIN", "WORTH", "Controller", "Decision", "Offer", "cheapest", "slowest"]
 
 FLOOR = 0.15
 """The smallest share of reused tokens that is recomputed (CacheBlend's r*)."""
 STEP = 0.01
 MARGIN = 0.8
 """More is recomputed only where that is predicted to take no more than this share of the time of loading."""
-WORTH = 0.9
-"""A chunk is computed from text only where the first token is predicted to come in this share of the time, or less."""
+LEARNS_BYTES = 1 << 16
+"""A transfer of fewer bytes does not tell how fast a store is."""
 
 Schedule = Callable[[float], Mapping[int, float]]
-
-
-@dataclass(frozen=True)
-class Offer:
-    """A chunk that a store has.
-
-    Attributes:
-        key: of the chunk.
-        tokens: of it.
-        nbytes: of its file.
-        decoded: bytes of its keys and values.
-        url: of the store; "" for memory.
-        codec: that wrote the file.
-    """
-
-    key: str
-    tokens: int
-    nbytes: int = 0
-    decoded: int = 0
-    url: str = ""
-    codec: str = "raw"
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What was chosen for a prompt, what was predicted, and what happened.
-
-    Attributes:
-        ratio: share of reused tokens that is recomputed.
-        text: keys of chunks that are computed from their text, although a store has them.
-        load_s, compute_s, ttft_s: predicted seconds: of loading, of computing, and until the first token; None where
-            a store was never seen before.
-        loaded_s: seconds after which the last layer that was wanted had come; None until then.
-        took_s: seconds until the first token's forward was over; None until then.
-        why: in words.
-    """
-
-    ratio: float
-    text: frozenset[str] = frozenset()
-    load_s: float | None = None
-    compute_s: float | None = None
-    ttft_s: float | None = None
-    loaded_s: float | None = None
-    took_s: float | None = None
-    why: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON; keys of chunks are counted, not listed."""
-        return asdict(self) | {"text": len(self.text)}
 
 
 class Controller:
@@ -87,15 +41,36 @@ class Controller:
         floor: the smallest share of reused tokens that is recomputed.
         most: the largest.
         text: whether chunks that stores have may be computed from their text where that is faster.
+        max_kl: the most that a level may lose, in nats of KL divergence as `blendkv calibrate` measured it; a level
+            that was not measured is then not used. A chunk of which no level may be used is computed from its text.
+        coarsest: the codec's number of the coarsest level that may be used, such as 4 for `klt@4`; None: any.
+        target_s: seconds to the first token. None: all is decided before the first layer, and loaded while layers are
+            computed. With a target, chunks come one after the other, each at a level that is decided when its turn is
+            there (`loading.policies.Adaptive`), and the prompt is computed once all are there.
 
     Raises:
-        ValueError: for shares outside [0, 1], or a floor above `most`.
+        ValueError: for shares outside [0, 1], or a floor above `most`; a bound or a target that is none.
     """
 
-    def __init__(self, costs: Costs | None = None, floor: float = FLOOR, most: float = 1.0, text: bool = True) -> None:
+    def __init__(
+        self,
+        costs: Costs | None = None,
+        floor: float = FLOOR,
+        most: float = 1.0,
+        text: bool = True,
+        *,
+        max_kl: float = math.inf,
+        coarsest: int | None = None,
+        target_s: float | None = None,
+    ) -> None:
         if not 0.0 <= floor <= most <= 1.0:
             raise ValueError(f"floor={floor}, most={most}: give 0 <= floor <= most <= 1")
+        if not max_kl >= 0:
+            raise ValueError(f"max_kl={max_kl}: give nats, 0 or more")
+        if target_s is not None and not 0 < target_s < math.inf:
+            raise ValueError(f"target_s={target_s}: give a positive number of seconds, or None")
         self.costs, self.floor, self.most, self.text = costs, floor, most, text
+        self.max_kl, self.coarsest, self.target_s = max_kl, coarsest, target_s
         self._first: str | None = None
         self._others: dict[str, Costs] = {}
         self._lock = threading.Lock()
@@ -125,9 +100,19 @@ class Controller:
                     costs.notes.append(f"the calibration {said}: run `blendkv calibrate`; until then rates are guessed")
                     costs.sources.clear()
                     costs.decoding.clear()
+                    if costs.fingerprint != fingerprint:
+                        costs.losses.clear()
                 costs.compute = _guessed(device, dtype)
                 costs.machine, costs.fingerprint = here, fingerprint
             return costs
+
+    def may(self, offer: Offer, costs: Costs | None) -> bool:
+        """Whether a level is good enough to be used."""
+        if not offer.lossy:
+            return True
+        loss = None if costs is None else costs.losses.get(offer.name)
+        good = self.max_kl == math.inf or (loss is not None and loss <= self.max_kl)
+        return good and (self.coarsest is None or offer.number <= self.coarsest)
 
     def decide(
         self,
@@ -142,50 +127,78 @@ class Controller:
 
         Args:
             shape: of the model; None if its layers could not be counted.
-            offers: chunks that memory and stores have, in prompt order.
+            offers: chunks that memory and stores have, in prompt order; of each one or more, for every tier and level.
             computed: tokens that are computed in any case: the question, chunks that nobody has.
             schedule: what a ratio means, layer -> share kept from there on.
             probe: whether the selector compares (`flops.blend_flops`).
             costs: of the model (`ready`); None: those that the controller was made with.
 
         Returns:
-            The decision; `text` and ratios above the floor only where they make the first token no later. Where all
-            would come from text, and nothing was seen of the store for a minute, the first chunk is loaded all the
-            same: else a link that was slow once would never be found to be fast again.
+            The decision; text, lossier levels, and ratios above the floor only where they make the first token no
+            later (`plans.best_plan`). Where all would come from text, and nothing was seen of the store for a minute,
+            the first chunk is loaded all the same: else a link that was slow once would never be found to be fast
+            again.
         """
         costs = self.costs if costs is None else costs
+        tokens: dict[str, int] = {}
+        choices: dict[str, list[Offer]] = {}
+        for offer in offers:
+            tokens[offer.key] = offer.tokens
+            if self.may(offer, costs):
+                choices.setdefault(offer.key, []).append(offer)
+        must = {key: count for key, count in tokens.items() if key not in choices}
+        usable = [offer for those in choices.values() for offer in those]
+        loss = order_of(usable, {} if costs is None else costs.losses)
         if costs is None or costs.compute is None or shape is None or not offers:
-            return Decision(self.floor, why="nothing is known of what computing costs here")
-        far = [offer for offer in offers if offer.url]
-        if any(offer.url not in costs.sources for offer in far):
-            return Decision(self.floor, why="a store that was never seen: its rate is learnt from this prompt")
-        compute, total = costs.compute, sum(offer.tokens for offer in offers)
+            return self._medium(choices, must, tokens, loss, "nothing is known of what computing costs here")
+        if any(offer.url and offer.url not in costs.sources for offer in usable):
+            why = "a store that was never seen: its rate is learnt from this prompt"
+            return self._medium(choices, must, tokens, loss, why)
+        compute, total = costs.compute, sum(tokens.values())
 
         def seconds(ratio: float, from_text: int) -> float:
             return compute.seconds(shape, total - from_text, computed + from_text, schedule(ratio), probe)
 
-        plans = []
-        for count in range(len(far) + 1 if self.text else 1):  # the last ones: the first layers of the first come first
-            kept, given = far[: len(far) - count], far[len(far) - count :]
-            load = _load_seconds(costs, kept)
-            plans.append((max(load, seconds(self.floor, sum(o.tokens for o in given))), load, kept, given))
-        best = min(plans, key=lambda plan: plan[0])
-        if best[0] > WORTH * plans[0][0]:
-            best = plans[0]
-        if far and not best[2] and costs.try_again(far[0].url):
-            best = plans[-2]
-        _, load, _, given = best
-        from_text = sum(offer.tokens for offer in given)
-        ratio = self._hidden(lambda ratio: seconds(ratio, from_text), load)
+        plan = best_plan(costs, choices, loss, lambda count: seconds(self.floor, count), self.text, must)
+        far = [key for key, those in choices.items() if all(offer.url for offer in those)]
+        if far and not plan.loads and costs.try_again(choices[far[0]][0].url):
+            first = choices[far[0]]
+            tells = [offer for offer in first if offer.nbytes >= LEARNS_BYTES] or first
+            plan.loads = {far[0]: min(tells, key=lambda offer: (offer.nbytes, loss(offer)))}
+            load = Load(costs)
+            load.add(plan.loads[far[0]])
+            plan.load_s = load.seconds
+            del plan.text[far[0]]
+        from_text = sum(plan.text.values())
+        ratio = self._hidden(lambda ratio: seconds(ratio, from_text), plan.load_s)
         took = seconds(ratio, from_text)
         return Decision(
             ratio,
-            frozenset(offer.key for offer in given),
-            load,
+            frozenset(plan.text),
+            plan.loads,
+            tuple(plan.loads[key].name if key in plan.loads else TEXT for key in tokens),
+            _mean_kl(plan.loads, tokens, costs),
+            plan.load_s,
             took,
-            max(load, took),
-            why=_words(ratio, self.floor, load, took, given, far),
+            max(plan.load_s, took),
+            why=_words(ratio, self.floor, plan.load_s, took, len(plan.text), len(far) + len(must)),
         )
+
+    def _medium(
+        self,
+        choices: Mapping[str, Sequence[Offer]],
+        must: Mapping[str, int],
+        tokens: Mapping[str, int],
+        loss: Loss,
+        why: str,
+    ) -> Decision:
+        """Where nothing can be predicted: a medium level of each chunk, as CacheGen begins."""
+        chosen: dict[str, Offer] = {}
+        for key, those in choices.items():
+            levels = sorted({loss(offer) for offer in those})
+            chosen[key] = next(offer for offer in those if loss(offer) == levels[len(levels) // 2])
+        levels = tuple(chosen[key].name if key in chosen else TEXT for key in tokens)
+        return Decision(self.floor, frozenset(must), chosen, levels, why=why)
 
     def _hidden(self, seconds: Callable[[float], float], load: float) -> float:
         """The largest ratio whose computing loading hides, by bisection; never below the floor."""
@@ -241,11 +254,6 @@ def cheapest(devices: Mapping[str, tuple[float, float]], needed: float) -> str |
     return min(good, key=lambda name: good[name], default=None)
 
 
-def with_outcome(decision: Decision, loaded_s: float | None, took_s: float) -> Decision:
-    """A decision with what happened."""
-    return replace(decision, loaded_s=loaded_s, took_s=took_s)
-
-
 def _kept(fingerprint: str) -> Costs:
     path = calibration_path(fingerprint)
     if not path.exists():
@@ -262,22 +270,18 @@ def _guessed(device: torch.device, dtype: torch.dtype) -> ComputeCosts:
     return ComputeCosts(0.0, rate, rate / 4)
 
 
-def _load_seconds(costs: Costs, offers: Iterable[Offer]) -> float:
-    """Files of one store share its link; stores are asked at the same time, but what is decoded shares this machine."""
-    urls: dict[tuple[str, str], list[Offer]] = {}
-    for offer in offers:
-        urls.setdefault((offer.url, offer.codec), []).append(offer)
-    by_store: dict[str, float] = {}
-    for (url, codec), those in urls.items():
-        sizes = sum(o.nbytes for o in those), sum(o.decoded for o in those)
-        by_store[url] = by_store.get(url, 0.0) + (costs.load_seconds(url, len(those), *sizes, codec) or 0.0)
-    return max(by_store.values(), default=0.0)
+def _mean_kl(loads: Mapping[str, Offer], tokens: Mapping[str, int], costs: Costs) -> float | None:
+    """Predicted KL of the levels of a prompt, text losing nothing; None if one of them was not measured."""
+    if any(offer.lossy and offer.name not in costs.losses for offer in loads.values()):
+        return None
+    lost = sum(costs.losses[offer.name] * offer.tokens for offer in loads.values() if offer.lossy)
+    return lost / max(1, sum(tokens.values()))
 
 
-def _words(ratio: float, floor: float, load: float, took: float, given: Sequence[Offer], far: Sequence[Offer]) -> str:
+def _words(ratio: float, floor: float, load: float, took: float, given: int, far: int) -> str:
     if not far:
         return "all chunks are in memory: the smallest ratio"
     said = f"loading is predicted to take {load:.3g} s and computing {took:.3g} s"
     if given:
-        said += f"; {len(given)} of {len(far)} chunks are computed from text, which is faster than loading them"
+        said += f"; {given} of {far} chunks are computed from text, which is faster or better than loading them"
     return said + ("; loading hides more than the smallest ratio" if ratio > floor else "")

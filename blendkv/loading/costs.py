@@ -147,6 +147,7 @@ class Costs:
         decoding: by name of a codec, bytes of keys and values that are decoded in a second.
         machine: that this holds for (`machine`).
         fingerprint: of the model.
+        losses: by name of a level (`levelkeys.name_of`), the KL divergence that it costs, in nats.
         notes: what a user should know of where this comes from.
     """
 
@@ -155,14 +156,17 @@ class Costs:
     decoding: dict[str, float] = field(default_factory=dict)
     machine: str = ""
     fingerprint: str = ""
+    losses: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
     _seen: dict[str, float] = field(default_factory=dict, repr=False, compare=False)
     _made: float = field(default_factory=time.monotonic, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Refuses rates of decoding that are none."""
+        """Refuses rates of decoding that are none, and losses likewise."""
         _check_rates(*self.decoding.values())
+        for loss in self.losses.values():
+            _check_seconds(loss)
 
     def saw_transfer(self, url: str, nbytes: int, seconds: float) -> None:
         """Corrects the rate of a store by a transfer. One of no time, or too small to tell, says nothing."""
@@ -231,6 +235,7 @@ class Costs:
                 {str(name): rate for name, rate in said["decoding"].items()},
                 str(said["machine"]),
                 str(said["fingerprint"]),
+                {str(name): loss for name, loss in said.get("losses", {}).items()},
             )
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(f"{path} is no calibration: {error}; run `blendkv calibrate` again") from error
@@ -255,6 +260,7 @@ def asdict_of(costs: Costs) -> dict:
         "compute": None if costs.compute is None else asdict(costs.compute),
         "sources": {url: asdict(source) for url, source in costs.sources.items()},
         "decoding": dict(costs.decoding),
+        "losses": dict(costs.losses),
         "notes": list(costs.notes),
     }
 

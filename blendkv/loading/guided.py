@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from blendkv.attachment import Attachment
 from blendkv.cache import make_schedule
 from blendkv.loading.controller import Controller, Offer
 from blendkv.loading.costs import Costs
+from blendkv.loading.decision import Decision
+from blendkv.loading.plans import order_of
 from blendkv.loading.progress import Progress
+from blendkv.loading.survey import Place
 from blendkv.report import BlendReport
 from blendkv.selectors import Selector
 
@@ -21,6 +24,7 @@ class Guided:
         controller: to ask.
         attachment: of the model.
         tokens: of the prompt.
+        chunks: tokens of each chunk, by key.
         selector: of the prompt's cache.
         options: of the prompt's cache; `recompute_ratio` becomes the one chosen, unless `check_layers` are given.
         report: of the prompt.
@@ -31,44 +35,123 @@ class Guided:
         controller: Controller,
         attachment: Attachment,
         tokens: int,
+        chunks: Mapping[str, int],
         selector: Selector,
         options: dict[str, Any],
         report: BlendReport,
     ) -> None:
-        self._controller, self._attachment, self._tokens = controller, attachment, tokens
+        self._controller, self._attachment, self._tokens, self._chunks = controller, attachment, tokens, chunks
         self._selector, self._options, self._report = selector, options, report
-        self._costs: Costs | None = None
-
-    def choose(self, offers: list[Offer]) -> Collection[str]:
-        """Keys of chunks that are to be computed from their text; a controller that raises chooses none."""
-        try:
-            return self._choose(offers)
-        except Exception as error:
-            self._report.notes.append(f"the loading controller chose nothing: {error!r}")
-            return ()
-
-    def _choose(self, offers: list[Offer]) -> Collection[str]:
-        facts, weight = self._attachment.facts, next(self._attachment.model.parameters())
+        facts, weight = attachment.facts, next(attachment.model.parameters())
         dtype = weight.dtype if weight.dtype.is_floating_point else facts.dtype
-        costs = self._costs = self._controller.ready(facts.fingerprint, weight.device, dtype)
-        fixed = self._options["check_layers"]
-        decision = self._controller.decide(
-            facts.shape,
-            offers,
-            self._tokens - sum(offer.tokens for offer in offers),
-            lambda ratio: make_schedule(self._selector, ratio, fixed),
-            "deviation" in self._selector.needs,
-            costs,
-        )
-        if fixed is None:
+        self.costs: Costs | None = None
+        try:
+            self.costs = controller.ready(facts.fingerprint, weight.device, dtype)
+            report.notes += self.costs.notes
+        except Exception as error:
+            report.notes.append(f"the loading controller chose nothing: {error!r}")
+        self._token_bytes = sum(heads * (k + v) for heads, k, v in facts.sizes) * facts.dtype.itemsize
+
+    @property
+    def target_s(self) -> float | None:
+        """Seconds to the first token that are wanted, if what is left can be predicted."""
+        known = self.costs is not None and self.costs.compute is not None and self._attachment.facts.shape is not None
+        return self._controller.target_s if known else None
+
+    @property
+    def chunks(self) -> Mapping[str, int]:
+        """Tokens of each chunk, by key."""
+        return self._chunks
+
+    @property
+    def report(self) -> BlendReport:
+        """Of the prompt."""
+        return self._report
+
+    def may(self, key: str, place: Place) -> bool:
+        """Whether a chunk is good enough as it lies there."""
+        return self._controller.may(self.offer(key, place), self.costs)
+
+    def losses(self, there: Mapping[str, Sequence[Place]]) -> dict[str, float]:
+        """What each level loses, by name (`plans.order_of`)."""
+        offers = [self.offer(key, place) for key, places in there.items() for place in places]
+        loss = order_of(offers, {} if self.costs is None else self.costs.losses)
+        return {offer.name: loss(offer) for offer in offers}
+
+    def seconds(self, tokens: int, computed: int) -> float:
+        """Predicted seconds of computing at the smallest ratio; of the blend of so many tokens, and so many others."""
+        facts, costs = self._attachment.facts, self.costs
+        if costs is None or costs.compute is None or facts.shape is None:
+            return 0.0
+        schedule = self.schedule(self._controller.floor) if tokens else {}
+        return costs.compute.seconds(facts.shape, tokens, computed, schedule, self.probe)
+
+    def settle(self, decision: Decision) -> None:
+        """Notes what was decided, and takes its ratio."""
+        if self._options["check_layers"] is None:
             self._options["recompute_ratio"] = decision.ratio
         self._report.loading.decision = decision
-        self._report.notes += costs.notes
-        return decision.text
+
+    @property
+    def floor(self) -> float:
+        """The smallest ratio."""
+        return self._controller.floor
+
+    def rest(self, keys: Sequence[str]) -> int:
+        """Tokens of the prompt that are not of these chunks."""
+        return self._tokens - sum(self._chunks[key] for key in keys)
+
+    def prefers(self, farther: str, nearer: str) -> bool:
+        """Whether the farther store is known to be the faster one."""
+        sources = {} if self.costs is None else self.costs.sources
+        if farther not in sources or nearer not in sources:
+            return False
+        return sources[farther].bytes_per_s > sources[nearer].bytes_per_s
+
+    def choose(self, there: Mapping[str, Sequence[Place]]) -> Mapping[str, Sequence[Place]]:
+        """Places of each chunk that are worth a look, the chosen one first; a controller that raises chooses none."""
+        try:
+            return self._choose(there)
+        except Exception as error:
+            self._report.notes.append(f"the loading controller chose nothing: {error!r}")
+            return there
+
+    def offer(self, key: str, place: Place) -> Offer:
+        """A place as the controller sees it."""
+        count, codec = self._chunks[key], place.form.codec
+        decoded = count * self._token_bytes
+        settings = (place.url, codec.name, place.form.level, codec.level, codec.needs_profile)
+        return Offer(key, count, place.nbytes or 0, decoded, *settings)
+
+    def schedule(self, ratio: float) -> Mapping[int, float]:
+        """What a ratio means."""
+        return make_schedule(self._selector, ratio, self._options["check_layers"])
+
+    @property
+    def probe(self) -> bool:
+        """Whether the selector compares."""
+        return "deviation" in self._selector.needs
+
+    def _choose(self, there: Mapping[str, Sequence[Place]]) -> Mapping[str, Sequence[Place]]:
+        if self.costs is None:
+            return there
+        offers = {key: {self.offer(key, place): place for place in places} for key, places in there.items()}
+        every = [offer for each in offers.values() for offer in each]
+        given = (self._attachment.facts.shape, every, self.rest(list(there)), self.schedule, self.probe, self.costs)
+        decision = self._controller.decide(*given)
+        self.settle(decision)
+        loss = order_of(every, self.costs.losses)
+        queues: dict[str, list[Place]] = {}
+        for key, chosen in decision.chosen.items():
+            good = [offer for offer in offers[key] if self._controller.may(offer, self.costs)]
+            # should it not be there after all: the next lossier one, which comes sooner, before better ones
+            good.sort(key=lambda one, own=chosen: (one != own, loss(one) < loss(own), abs(loss(one) - loss(own))))
+            queues[key] = [offers[key][offer] for offer in good]
+        return queues
 
     def learn(self, progress: Progress) -> None:
         """What came from one store says how fast it is."""
-        costs = self._costs
+        costs = self.costs
         if costs is not None and progress.loaded_s is not None and len(progress.nbytes) == 1:
             ((url, nbytes),) = progress.nbytes.items()
             costs.saw_transfer(url, nbytes, progress.loaded_s)

@@ -11,7 +11,7 @@ from blendkv.chunk import ChunkCache
 from blendkv.chunkfile import encode_chunk
 from blendkv.codecs import Codec
 from blendkv.container import read_head
-from blendkv.levelkeys import chosen_streams, level_key
+from blendkv.levelkeys import level_key, name_of
 from blendkv.stores.base import Store
 
 ASKING = 8
@@ -28,6 +28,7 @@ class Level:
         chunk: the chunk's key.
         nbytes: of the file; None if it is not there.
         base_bytes: of its beginning that is usable alone, where it has two streams and that is known.
+        main: whether it is the chunk's own entry, under the chunk's key, which another codec may have written.
     """
 
     name: str
@@ -35,19 +36,12 @@ class Level:
     chunk: str
     nbytes: int | None = None
     base_bytes: int | None = None
+    main: bool = False
 
     @property
     def key(self) -> str:
         """Of its entry."""
-        return level_key(self.chunk, self.codec)
-
-
-def name_of(codec: Codec) -> str:
-    """A level's name for people."""
-    if not codec.profile_hash and codec.level == 0:
-        return codec.name
-    streams = chosen_streams(codec)
-    return f"{codec.name}@{codec.level}" + (f"+{streams}" if streams > 1 else "")
+        return self.chunk if self.main else level_key(self.chunk, self.codec)
 
 
 def write_levels(

@@ -18,6 +18,7 @@ from blendkv.chunk import ChunkCache
 from blendkv.chunkfile import ChunkFile, encode_chunk
 from blendkv.codecs import Codec, get_codec
 from blendkv.errors import StoreError
+from blendkv.levelkeys import name_of
 from blendkv.loading.costs import ComputeCosts, Costs, SourceCosts, fit_compute, machine, work_of
 from blendkv.prefilling import prefill
 from blendkv.selectors import get_selector
@@ -47,7 +48,7 @@ def calibrate_machine(
         model: attached by this.
         stores: each is given an entry of 4 MiB, which is read and deleted; of one that cannot be written, an entry that
             it has is read.
-        codecs: to decode with.
+        codecs: to decode with, of one or several levels; of a codec the slowest level counts.
         lengths: prompts of so many tokens are blended.
         ratios: at each of these.
         selector: of those blends.
@@ -69,8 +70,9 @@ def calibrate_machine(
     compute = measure_compute(model, attachment.facts.shape, prompts, ratios, selector)
     costs = Costs(compute, machine=machine(weight.device), fingerprint=attachment.facts.fingerprint)
     for codec in map(get_codec, codecs):
-        say(f"decoding {codec.name}")
-        costs.decoding[codec.name] = decoding_rate(prompts[0][1][0], codec)
+        say(f"decoding {name_of(codec)}")
+        rate = decoding_rate(prompts[0][1][0], codec)
+        costs.decoding[codec.name] = min(rate, costs.decoding.get(codec.name, rate))
     for store in stores:
         say(f"reading from {store.url}")
         costs.sources[store.url] = measure_source(store)

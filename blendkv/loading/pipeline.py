@@ -7,7 +7,7 @@ process's transfer slots in the order in which layers are computed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import nullcontext
 from functools import partial
@@ -17,13 +17,15 @@ import torch
 
 from blendkv.errors import ChunkFileError
 from blendkv.expanding import for_kernels
+from blendkv.levelkeys import name_in
 from blendkv.loading.arriving import ArrivingChunk
-from blendkv.loading.controller import Offer
+from blendkv.loading.decision import TEXT
 from blendkv.loading.progress import Progress
-from blendkv.loading.scheduler import Lane, TransferScheduler, shared_scheduler
+from blendkv.loading.scheduler import TransferScheduler, shared_scheduler
 from blendkv.loading.sources import Absent, StoreSource
+from blendkv.loading.survey import MEMORY, Chooser, Place, everywhere, sizes_at_once, survey
 from blendkv.loading.transfer import Attempt, Incoming, Transfer, cut
-from blendkv.stores import Budget, Store, TieredStore
+from blendkv.stores import Budget, TieredStore
 from blendkv.stores.breaker import Breaker
 from blendkv.stores.deadline import remaining
 from blendkv.stores.pool import Fetched
@@ -34,11 +36,8 @@ AHEAD = 4
 """Pieces of a prompt that are under way or wait for a slot."""
 WHOLE_BYTES = 1 << 16
 """Files up to this size are read whole, before anything is computed."""
-TEXT = "text"
-"""Where chunks come from that are computed from their text, although a store has them."""
 TORN = frozenset({"truncated", "length", "header", "checksum"})
 """What is wrong with a head may come of an entry that is written anew just now: read whole, it may be good."""
-Choose = Callable[[list[Offer]], Collection[str]]
 
 
 class Pipeline:
@@ -65,13 +64,18 @@ class Pipeline:
         self.breakers = [Breaker() for _ in tiers.stores]
         """One a store: prompt after prompt that went on without it leaves it alone for a while."""
 
+    @property
+    def scheduler(self) -> TransferScheduler:
+        """Whose slots transfers use."""
+        return self._scheduler or shared_scheduler()
+
     def fetch(
         self,
         keys: Sequence[str],
         homes: Sequence[torch.device] = (),
         budget: Budget | None = None,
         first: int | Callable[[], int] = 0,
-        choose: Choose | None = None,
+        choose: Chooser | None = None,
         progress: Progress | None = None,
     ) -> list[Fetched]:
         """Chunks as `TieredStore.fetch` gives them, those from stores while they are still on their way.
@@ -83,78 +87,130 @@ class Pipeline:
                 waited for as long as they take.
             first: the first layer whose stored states are wanted, or what says so once `choose` was asked. Those before
                 it come last, for the next prompt.
-            choose: is told of all chunks that are there before the first of their layers is fetched, and names keys of
-                those that had better be computed from their text.
+            choose: is told where chunks are, and in which forms, before anything is read, and says which are loaded
+                from where. None: the chunk's own entry, from the nearest store that has it; then its levels.
             progress: is told what has come.
 
         Returns:
-            One a key; without a chunk, and with `TEXT` as tier, where `choose` named it.
+            One a key; without a chunk, and with `TEXT` as tier, where `choose` wants its text computed.
         """
-        tiers, wanted = self.tiers, list(dict.fromkeys(keys))
-        found = {key: got for key, got in zip(wanted, tiers.pool.fetch(wanted), strict=True) if got.chunk is not None}
-        homes = tuple(homes) or (torch.device("cpu"),)
-        scheduler = self._scheduler or shared_scheduler()
-        lane = scheduler.lane()
-        coming: list[Incoming] = []
-        whole: list[str] = []
-        attempts: list[Attempt] = []
-        for level, store in enumerate(tiers.stores):
-            lacking = [key for key in wanted if key not in found and key not in whole]
-            if not lacking:
-                break
-            timed = budget is not None and not getattr(store, "local", False)
-            if timed and not self.breakers[level].allows():
-                store.stats.count("misses", "breaker", len(lacking))
-                continue
-            attempts.append(Attempt(self.breakers[level]))
-            for key, opened in self._opened(lane, level, store, lacking, budget, homes[0], attempts[-1]).items():
-                if isinstance(opened, Incoming):
-                    coming.append(opened)
-                    most = None if getattr(store, "local", False) else budget
-                    given = (opened.arrival, opened.file.header, store.url, most, partial(self._late, opened))
-                    found[key] = Fetched(ArrivingChunk.of(*given, **opened.fields), store.url)
-                else:
-                    whole.append(key)
-        if choose is not None:
-            text = set(choose(_offers(wanted, found, coming)))
-            coming = [item for item in coming if item.key not in text]
-            found |= dict.fromkeys(text, Fetched(None, TEXT))
-        for attempt in attempts:
-            attempt.begin(sum(item.attempt is attempt for item in coming))
-        if whole:  # small ones, and those that a GPU's kernels decode, many at once
-            found |= {k: got for k, got in zip(whole, tiers.fetch(whole, homes, budget), strict=True) if got.chunk}
-        counted = [key for key in wanted if key in found and found[key].chunk is not None and key not in whole]
-        tiers.count([found[key].tier for key in counted], len(set(wanted) - set(found) - set(whole)))
-        if coming:
-            order = {key: i for i, key in enumerate(wanted)}
-            coming.sort(key=lambda item: order[item.key])
-            pieces = cut(coming, first if isinstance(first, int) else first(), self.piece_bytes)
-            transfer = Transfer(tiers, lane, pieces, homes, self.ahead, progress or Progress())
-            for item in coming:
-                weakref.finalize(found[item.key].chunk, transfer.let_go)
-            transfer.begin()
-        return [found.get(key, Fetched(None)) for key in keys]
+        wanted = list(dict.fromkeys(keys))
+        visit = _Visit(self, homes, budget, progress or Progress())
+        if choose is None:
+            places: Mapping[str, Sequence[Place]] = everywhere(self.tiers, wanted)
+        else:
+            there = survey(self.tiers, visit.lane, wanted, budget, visit.allows, choose.prefers)
+            places = choose.choose(there)
+            visit.found |= {key: Fetched(None, TEXT) for key in there if not places.get(key)}
+        visit.look(wanted, places)
+        visit.begin(wanted, first)
+        return [visit.found.get(key, Fetched(None)) for key in keys]
 
-    def _opened(
-        self,
-        lane: Lane,
-        level: int,
-        store: Store,
-        keys: Sequence[str],
-        budget: Budget | None,
-        device: torch.device,
-        attempt: Attempt,
-    ) -> dict[str, Incoming | None]:
-        """Files that a store has, verified as far as their heads say; None for what is better read whole."""
+
+class _Visit:
+    """One prompt's way through the tiers."""
+
+    def __init__(
+        self, pipeline: Pipeline, homes: Sequence[torch.device], budget: Budget | None, progress: Progress
+    ) -> None:
+        self._pipeline, self._tiers = pipeline, pipeline.tiers
+        self._homes = tuple(homes) or (torch.device("cpu"),)
+        self._budget, self._progress = budget, progress
+        self.lane = pipeline.scheduler.lane()
+        self.found: dict[str, Fetched] = {}
+        self._coming: list[Incoming] = []
+        self._attempts: dict[int, Attempt | None] = {}
+
+    def allows(self, tier: int, count: int) -> bool:
+        """Whether a store is asked by this prompt, settled once; about so many chunks."""
+        store, breaker = self._tiers.stores[tier], self._pipeline.breakers[tier]
+        timed = self._budget is not None and not getattr(store, "local", False)
+        if tier not in self._attempts:
+            self._attempts[tier] = Attempt(breaker) if not timed or breaker.allows() else None
+        if self._attempts[tier] is None:
+            store.stats.count("misses", "breaker", count)
+        return self._attempts[tier] is not None
+
+    def look(self, keys: Sequence[str], places: Mapping[str, Sequence[Place]]) -> None:
+        """Opens each chunk at the first of its places where it is; small ones are read at once."""
+        left = {key: list(places.get(key, ())) for key in keys}
+        whole: dict[str, Place] = {}
+        while True:
+            turn: dict[int, dict[str, Place]] = {}
+            for key, those in left.items():
+                if those and key not in self.found and key not in whole:
+                    place = those.pop(0)
+                    turn.setdefault(place.tier, {})[key] = place
+            for tier in sorted(turn):
+                if tier == MEMORY:
+                    self._found(
+                        self._tiers.remembered({key: place.form for key, place in turn[tier].items()}), turn[tier]
+                    )
+                elif self.allows(tier, len(turn[tier])):
+                    whole |= self._open_all(tier, turn[tier])
+            if not turn and not whole:
+                return
+            if not turn:  # small ones, and those that a GPU's kernels decode, many at once
+                for tier in sorted({place.tier for place in whole.values()}):
+                    forms = {key: place.form for key, place in whole.items() if place.tier == tier}
+                    self._found(self._tiers.take(tier, forms, self._homes, self._budget), whole)
+                whole = {}
+
+    def begin(self, keys: Sequence[str], first: int | Callable[[], int]) -> None:
+        """Counts what was found, and sends for the layers of what is coming."""
+        for tier, attempt in self._attempts.items():
+            if attempt is not None:
+                attempt.begin(sum(item.level == tier for item in self._coming))
+        told = {key: self._progress.levels.get(key, TEXT) for key in keys if key in self.found}
+        self._progress.levels = told
+        had = [self.found[key].tier for key in keys if key in self.found and self.found[key].chunk is not None]
+        self._tiers.count(had, len(set(keys) - self.found.keys()))
+        if not self._coming:
+            return
+        order = {key: i for i, key in enumerate(keys)}
+        self._coming.sort(key=lambda item: order[item.key])
+        pieces = cut(self._coming, first if isinstance(first, int) else first(), self._pipeline.piece_bytes)
+        transfer = Transfer(self._tiers, self.lane, pieces, self._homes, self._pipeline.ahead, self._progress)
+        for item in self._coming:
+            weakref.finalize(self.found[item.key].chunk, transfer.let_go)
+        transfer.begin()
+
+    def _found(self, got: Mapping[str, Fetched], places: Mapping[str, Place]) -> None:
+        self.found |= got
+        for key in got:
+            self._progress.levels[key] = places[key].form.level
+
+    def _open_all(self, tier: int, places: Mapping[str, Place]) -> dict[str, Place]:
+        """Files that a store has, verified as far as their heads say; gives those that are better read whole."""
+        store, attempt = self._tiers.stores[tier], self._attempts[tier]
+        assert attempt is not None
+        most = None if getattr(store, "local", False) else self._budget
+        opened = self._opened(tier, places, attempt)
+        for key, item in opened.items():
+            if item is None:
+                continue
+            self._coming.append(item)
+            late = partial(_late, self._tiers, self._progress, item)  # it must not hold this, which holds the chunk
+            chunk = ArrivingChunk.of(item.arrival, item.file.header, store.url, most, late, **item.fields)
+            level = name_in(item.file.header)
+            self.found[key] = Fetched(chunk, store.url, "" if places[key].form.main else level)
+            self._progress.levels[key] = level
+        return {key: places[key] for key, item in opened.items() if item is None}
+
+    def _opened(self, tier: int, places: Mapping[str, Place], attempt: Attempt) -> dict[str, Incoming | None]:
+        """Files by key of the chunk; None for what is better read whole."""
+        store, budget, small = self._tiers.stores[tier], self._budget, self._pipeline.whole_bytes
         local = budget is None or getattr(store, "local", False)
         opened: dict[str, Any] = {}
         with nullcontext() if local else budget.spend():
-            sizes = self._sizes(level, store, keys)
-            opened |= {key: None for key in keys if (sizes.get(key) or self.whole_bytes + 1) <= self.whole_bytes}
-            given = (self._open, level, store, attempt)
+            unknown = {place.form.entry: key for key, place in places.items() if place.nbytes is None}
+            told = sizes_at_once(self._tiers, tier, list(unknown)) if unknown else {}
+            sizes = {unknown[entry]: size for entry, size in told.items()}
+            sizes |= {key: place.nbytes for key, place in places.items() if place.nbytes is not None}
+            opened |= {key: None for key in places if (sizes.get(key) or small + 1) <= small}
             heads = {
-                key: lane.submit(*given, key, device, budget, sizes.get(key), cost_bytes=1 << 14)
-                for key in keys
+                key: self.lane.submit(self._open, tier, key, place, attempt, sizes.get(key), cost_bytes=1 << 14)
+                for key, place in places.items()
                 if key not in opened and sizes.get(key, 0) is not None
             }
             most = remaining(float("inf"))
@@ -167,63 +223,39 @@ class Pipeline:
                 if (result := head.result()) is not _NOTHING:
                     opened[key] = result
             elif isinstance(error, ChunkFileError):
-                self.tiers.discard(store, key, error.bare())
+                self._tiers.discard(store, places[key].form.entry, error.bare())
             elif not isinstance(error, Absent):
                 store.stats.count("misses", "error")
         return opened
 
-    def _sizes(self, level: int, store: Store, keys: Sequence[str]) -> dict[str, int | None]:
-        """Sizes of entries, None of those that are absent, from a store that tells many at once; else nothing."""
-        asked = [key for key in keys if self.tiers.waiting(level, key) is None]
-        sizes: Any = getattr(store, "sizes", None)
-        if sizes is None or not asked:
-            return {}
-        try:
-            return dict.fromkeys(asked) | sizes(asked)
-        except Exception:  # a plug-in's, for ours never raise
-            store.stats.count("misses", "error", len(asked))
-            return dict.fromkeys(asked)
-
-    def _late(self, item: Incoming) -> None:
-        """A prompt went on without a file that was counted as a hit."""
-        item.attempt.late()
-        if not item.arrival.failed and item.arrival.miss():
-            self.tiers.lost(item.store.url)
-            item.store.stats.count("misses", "deadline")
-
-    def _open(
-        self,
-        level: int,
-        store: Store,
-        attempt: Attempt,
-        key: str,
-        device: torch.device,
-        budget: Budget | None,
-        size: int | None,
-    ) -> Any:
+    def _open(self, tier: int, key: str, place: Place, attempt: Attempt, size: int | None) -> Any:
         """The head of a file, of which the size may be known."""
-        if (waiting := self.tiers.waiting(level, key)) is not None:
-            source = StoreSource(key, len(waiting), [_Bytes(waiting)])
-        elif (size := store.size(key) if size is None else size) is None:
+        tiers, store, form = self._tiers, self._tiers.stores[tier], place.form
+        if (waiting := tiers.waiting(tier, form.entry)) is not None:
+            source = StoreSource(form.entry, len(waiting), [_Bytes(waiting)])
+        elif (size := store.size(form.entry) if size is None else size) is None:
             store.stats.count("misses")
             return _NOTHING
-        elif size <= self.whole_bytes:
+        elif size <= self._pipeline.whole_bytes:
             return None
         else:
             local = getattr(store, "local", False)  # then nobody else sees to the budget
-            source = StoreSource(key, size, [store, *self.tiers.stores[level + 1 :]], budget if local else None)
+            stores = [store, *tiers.stores[tier + 1 :]]
+            source = StoreSource(form.entry, size, stores, self._budget if local else None)
         try:
-            file = self.tiers.opener.checked_head(key, source)
+            file = tiers.opener.checked_head(form.entry, source, None if form.main else form.codec)
         except ChunkFileError as error:
             if error.reason not in TORN:
                 raise
             return None
         if not file.header.layer0:
             raise ChunkFileError("layer 0 is not in the chunk file, and is not rebuilt here", reason="layer0")
+        device = self._homes[0]
         if device.type != "cpu" and for_kernels(file, device):
             return None
-        source.keeps = level > 0 or self.tiers.pool.codec is not None
-        return Incoming(key, file, source, level, store, file.fields | {"scores": file.scores}, attempt)
+        source.keeps = tier > 0 or tiers.pool.codec is not None
+        fields = file.fields | {"scores": file.scores}
+        return Incoming(key, file, source, tier, store, fields, attempt, form.entry)
 
 
 class _Bytes:
@@ -236,18 +268,13 @@ class _Bytes:
         return self._data[start:stop]
 
 
-def _offers(wanted: Sequence[str], found: Mapping[str, Fetched], coming: Sequence[Incoming]) -> list[Offer]:
-    """What memory and stores have of a prompt; what kernels decode whole is not up for choice."""
-    files = {item.key: item for item in coming}
-    offers = []
-    for key in wanted:
-        if (item := files.get(key)) is not None:
-            header = item.file.header
-            size = item.file.size, header.decoded_bytes
-            offers.append(Offer(key, header.tokens, *size, item.store.url, header.codec))
-        elif key in found and (chunk := found[key].chunk) is not None:
-            offers.append(Offer(key, len(chunk)))
-    return offers
+def _late(tiers: TieredStore, progress: Progress, item: Incoming) -> None:
+    """A prompt went on without a file that was counted as a hit."""
+    item.attempt.late()
+    progress.lost(item.key)
+    if not item.arrival.failed and item.arrival.miss():
+        tiers.lost(item.store.url)
+        item.store.stats.count("misses", "deadline")
 
 
 _NOTHING = object()

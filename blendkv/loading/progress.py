@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from blendkv.loading.controller import Decision, with_outcome
+from blendkv.loading.decision import TEXT, Decision, with_outcome
 
 
 class Progress:
@@ -17,12 +17,14 @@ class Progress:
     Attributes:
         decision: what the controller chose, or None.
         nbytes: that have come, by URL of the store.
+        levels: by key of the chunk, the level that it is of, or "text" where its tokens are computed.
         loaded_s: seconds from the beginning until the last piece that was wanted; None until then.
     """
 
     def __init__(self) -> None:
         self.decision: Decision | None = None
         self.nbytes: Counter[str] = Counter()
+        self.levels: dict[str, str] = {}
         self.loaded_s: float | None = None
         self.on_loaded: Callable[[Progress], None] | None = None
         self._wanted, self._begin, self._lock = 0, time.monotonic(), threading.Lock()
@@ -42,13 +44,17 @@ class Progress:
         if self.on_loaded is not None:
             self.on_loaded(self)
 
+    def lost(self, key: str) -> None:
+        """A chunk does not come after all."""
+        self.levels[key] = TEXT
+
     def to_dict(self, took_s: float) -> dict[str, Any]:
         """For JSON.
 
         Args:
             took_s: seconds of the prompt until its first token.
         """
-        said = {"bytes": dict(self.nbytes), "loaded_s": self.loaded_s}
+        said = {"bytes": dict(self.nbytes), "loaded_s": self.loaded_s, "levels": list(self.levels.values())}
         if self.decision is not None:
             said["decision"] = with_outcome(self.decision, self.loaded_s, took_s).to_dict()
         return said
@@ -61,4 +67,6 @@ class Progress:
             return said
         if decision.load_s is not None:
             said += f" (predicted {decision.load_s:.3f} s)"
+        counts = Counter(self.levels.values())
+        said += f"; {', '.join(f'{count} {level}' for level, count in counts.items())}" if len(counts) > 1 else ""
         return f"{said}; ratio {decision.ratio:g}: {decision.why}"

@@ -67,6 +67,7 @@ class Incoming:
         store: that has it.
         fields: of the chunk, besides keys and values.
         attempt: of its prompt on that store.
+        entry: key of the file in the store, which for a level is not that of the chunk.
         arrival: of its layers.
     """
 
@@ -77,6 +78,7 @@ class Incoming:
     store: Store
     fields: dict[str, Any]
     attempt: Attempt
+    entry: str
     arrival: Arrival = field(init=False)
 
     def __post_init__(self) -> None:
@@ -169,7 +171,7 @@ class Transfer:
                 self._keep(item)
         except ChunkFileError as error:
             if self._lost(item, error.reason) and not self._is_good(item):
-                self._tiers.discard(item.store, item.key, error.bare())
+                self._tiers.discard(item.store, item.entry, error.bare())
         except Absent:
             self._lost(item, LATE)
         except Exception as error:
@@ -178,8 +180,8 @@ class Transfer:
     def _is_good(self, item: Incoming) -> bool:
         """Whether a file is good when it is read at once: then parts of two were read, one after the other."""
         with suppress(Exception):  # a plug-in's, or what is wrong with it
-            data = item.store.get(item.key)
-            self._tiers.opener.checked(item.key, data or b"", torch.device("cpu")).verify()
+            data = item.store.get(item.entry)
+            self._tiers.opener.checked(item.entry, data or b"", torch.device("cpu")).verify()
             return True
         return False
 
@@ -187,6 +189,7 @@ class Transfer:
         """A file will not come whole; whether that is news."""
         if not item.arrival.fail(why):
             return False
+        self._progress.lost(item.key)
         if item.arrival.miss():
             self._tiers.lost(item.store.url)
         return True
@@ -209,7 +212,7 @@ class Transfer:
             count = len(item.file.header.layers)
             keys, values = zip(*(item.arrival.states(layer) for layer in range(count)), strict=True)
             chunk = ChunkCache(keys=keys, values=values, **item.fields)
-            self._tiers.keep(item.level, item.key, chunk, item.source.whole())
+            self._tiers.keep(item.level, item.entry, chunk, item.source.whole())
 
 
 def cut(coming: Sequence[Incoming], first: int, piece_bytes: int) -> list[Piece]:

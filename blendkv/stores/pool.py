@@ -54,10 +54,12 @@ class Fetched:
     Attributes:
         chunk: or None.
         tier: where it came from: "memory", or the URL of a store.
+        level: name of the level that it is of, where it is not as the tiers' codec writes chunks.
     """
 
     chunk: ChunkCache | None
     tier: str = ""
+    level: str = ""
 
 
 @dataclass(frozen=True)
@@ -145,9 +147,9 @@ class Pool:
         """What is kept under a key; neither counted nor decoded, and no more recently used than before."""
         return self._entries.get(key)
 
-    def put(self, chunk: ChunkCache) -> bool:
-        """Keeps a chunk under its key; False (and counted) if it cannot fit beside what is pinned."""
-        return self._keep(chunk.key, self._entry(chunk))
+    def put(self, chunk: ChunkCache, key: str | None = None) -> bool:
+        """Keeps a chunk under its key, or another one; False (and counted) if it cannot fit beside what is pinned."""
+        return self._keep(chunk.key if key is None else key, self._entry(chunk))
 
     def put_file(
         self, key: str, data: bytes, homes: Sequence[torch.device], opened: Callable[[Tensor], ChunkFile] = ChunkFile

@@ -6,15 +6,23 @@ import math
 import pytest
 from typer.testing import CliRunner
 
+from blendkv.attaching import attach
 from blendkv.bench import loading
+from blendkv.bench.loading_runs import Run
 from blendkv.bench.results import read_rows, write_rows
+from blendkv.calibrating import calibrate
 from blendkv.cli import main
+from blendkv.codecs import get_codec
 from blendkv.testing import byte_tokenizer, tiny_model
+from blendkv.texts import Passage
+from tests.helpers import tokens
 
 
 @pytest.fixture(scope="module")
 def rows():
-    model = tiny_model("llama", max_position_embeddings=2048)
+    model = attach(tiny_model("llama", max_position_embeddings=2048))
+    passages = [Passage(tokens(48, seed).tolist(), ()) for seed in range(4)]
+    profile = calibrate(model, passages, ["klt"], continuation=16, progress=False)["klt"]
     return list(
         loading.loading_rows(
             model,
@@ -23,6 +31,7 @@ def rows():
             chunk_tokens=128,
             factors=(0.5, 20.0),
             ratios=(0.15, 1.0),
+            levels=[get_codec("klt", level=level, profile=profile) for level in (0, 8)],
             repeats=1,
             name="t",
         )
@@ -34,8 +43,9 @@ def of(rows, method, factor=None):
 
 
 def test_a_row_for_every_link_and_method(rows):
-    told = [(row["factor"], row["method"], row["ratio"]) for row in rows if row["method"] != "controller"]
-    each = [("sequential", 0.15), ("pipeline", 0.15), ("fixed", 0.15), ("fixed", 1.0), ("text", 1.0)]
+    told = [(row["factor"], row["method"], row["ratio"], row["level"]) for row in rows if row["method"] != "controller"]
+    each = [(method, 0.15, "raw") for method in ("sequential", "pipeline", "fixed")]
+    each += [("fixed", 1.0, "raw"), ("fixed", 0.15, "klt@0"), ("fixed", 0.15, "klt@8"), ("text", 1.0, "text")]
     assert sorted(told) == sorted((factor, *one) for factor in (0.5, 20.0) for one in each)
     for row in rows:
         assert row["ttft_s"] > 0
@@ -48,6 +58,8 @@ def test_quality_is_of_the_setting_that_ran(rows):
         assert row["kl"] == pytest.approx(0, abs=1e-6)
     for row in of(rows, "sequential") + of(rows, "pipeline"):
         assert row["kl"] > 1e-4
+    by_level = [row["kl"] for row in of(rows, "fixed", 0.5) if row["ratio"] == 0.15]
+    assert len(set(by_level)) == 3
     assert of(rows, "pipeline")[0]["kl"] == of(rows, "sequential")[0]["kl"]
 
 
@@ -59,16 +71,28 @@ def test_loading_takes_what_the_link_takes(rows):
     assert of(rows, "text")[0]["load_s"] == 0
 
 
-def test_the_controller_computes_what_is_slow_to_load(rows):
+def test_the_controller_chooses_a_level(rows):
     (slow,) = of(rows, "controller", 20.0)
-    assert slow["text"] > 0
+    assert "klt" in slow["level"] or slow["text"] > 0
+    assert slow["load_s"] < 0.5 * of(rows, "sequential", 20.0)[0]["load_s"]
     assert slow["predicted_s"] > 0
     assert slow["best_fixed_s"] > 0
 
 
 def test_rows_are_kept_and_read(rows, tmp_path):
     write_rows(tmp_path / "rows.json", rows)
-    assert len(read_rows(tmp_path / "rows.json")) == len({(r["factor"], r["method"], r["ratio"]) for r in rows})
+    assert len(read_rows(tmp_path / "rows.json")) == len(
+        {(r["factor"], r["method"], r["ratio"], r["level"]) for r in rows}
+    )
+
+
+def test_levels_are_told_in_a_word():
+    def level(*levels):
+        return Run(1.0, 1.0, 1.0, 0.15, levels).level
+
+    assert level("raw", "raw", "text") == "raw"
+    assert level("text", "text") == "text"
+    assert level("raw", "klt@0", "raw", "text") == "1xklt@0+2xraw"
 
 
 def test_the_command(monkeypatch, attached):
@@ -82,11 +106,15 @@ def test_the_command(monkeypatch, attached):
 
     monkeypatch.setattr(loading, "loading_rows", fake)
     monkeypatch.setattr("blendkv.cli_bench_loading.load", lambda *a: (attached("llama"), None))
-    found = CliRunner().invoke(main, ["bench", "loading", "t", "--factors", "0.5,2", "--ratio", "0.15,1"])
+    options = ["--factors", "0.5,2", "--ratio", "0.15,1", "--levels", "raw", "--max-kl", "0.1"]
+    found = CliRunner().invoke(main, ["bench", "loading", "t", *options])
     assert found.exit_code == 0, found.output
     assert "1.00 of its bound" in found.output
     assert (given["factors"], given["ratios"]) == ([0.5, 2.0], [0.15, 1.0])
+    assert ([codec.name for codec in given["levels"]], given["max_kl"]) == (["raw"], 0.1)
     said = json.loads(CliRunner().invoke(main, ["bench", "loading", "t", "--json"]).stdout)
     assert said["rows"][0]["method"] == "pipeline"
+    for wrong in ("klt@x", "klt@4"):  # without a profile
+        assert CliRunner().invoke(main, ["bench", "loading", "t", "--levels", wrong]).exit_code
     for wrong in ("0", "a", "-1"):
         assert CliRunner().invoke(main, ["bench", "loading", "t", "--factors", wrong]).exit_code == 2

@@ -5,8 +5,7 @@ import pytest
 import torch
 import xxhash
 
-from blendkv import ChunkCache, Pool, TieredStore, chunk, chunkfile
-from blendkv import library as library_module
+from blendkv import ChunkCache, Pool, TieredStore, chunk, chunkfile, supply
 from blendkv.attaching import attachment_of
 from blendkv.chunk import MissingChunk, chunk_key
 from blendkv.stores import DiskStore
@@ -28,7 +27,7 @@ def eight_bits(monkeypatch):
     def short(*args, **kwargs):
         return "0" * 62 + chunk_key(*args, **kwargs)[:2]
 
-    for module in (chunk, chunkfile, library_module):
+    for module in (chunk, chunkfile, supply):
         monkeypatch.setattr(module, "chunk_key", short)
 
 
@@ -53,14 +52,16 @@ def test_d39_ten_thousand_chunks_under_256_keys(eight_bits, monkeypatch, where, 
     def compute(pieces, conditioning):  # the forward alone is replaced, which would take long
         return [made_of(p.ids, facts, tokenizer=tokenizer, text=p.text) for p in pieces.values()]
 
-    monkeypatch.setattr(kv, "_compute", compute)
+    monkeypatch.setattr(kv.supply, "compute", compute)
     draw, wrong, asked, own = random.Random(3), 0, 0, 0
     texts: list[str] = []
     while asked < count:
         again = texts[-1:]  # nothing was stored after it, so it is there yet
         texts = again + [f"{draw.randrange(1 << 32):x}" for _ in range(19)]
         computed: list = []
-        monkeypatch.setattr(kv, "_compute", lambda pieces, c, done=computed: done.extend(pieces) or compute(pieces, c))
+        monkeypatch.setattr(
+            kv.supply, "compute", lambda pieces, c, done=computed: done.extend(pieces) or compute(pieces, c)
+        )
         chunks = kv.prefill(texts)
         asked += len(texts)
         own += len(texts) - len(computed)
@@ -79,7 +80,7 @@ def test_d39_ten_thousand_chunks_under_256_keys(eight_bits, monkeypatch, where, 
 
 def test_d39_two_chunks_of_one_key_in_one_prompt(eight_bits, monkeypatch):
     """Both are served as what they are, from the first time on."""
-    monkeypatch.setattr(library_module, "chunk_key", lambda *args, **kwargs: "0" * 64)
+    monkeypatch.setattr(supply, "chunk_key", lambda *args, **kwargs: "0" * 64)
     monkeypatch.setattr(chunk, "chunk_key", lambda *args, **kwargs: "0" * 64)
     kv = library(model_of(), "memory://")
     for _ in range(2):

@@ -16,7 +16,7 @@ import xxhash
 
 import blendkv
 from blendkv import chunk as chunks
-from blendkv import chunkfile, library
+from blendkv import chunkfile, supply
 from blendkv.attaching import attach
 from blendkv.chunk import ChunkCache, chunk_key, ids_bytes
 from blendkv.chunkfile import ChunkFile, encode_chunk
@@ -196,7 +196,7 @@ def broken_hash() -> Generator[None]:
     with (
         mock.patch.object(chunks, "chunk_key", key),
         mock.patch.object(chunkfile, "chunk_key", key),
-        mock.patch.object(library, "chunk_key", key),
+        mock.patch.object(supply, "chunk_key", key),
     ):
         yield
 

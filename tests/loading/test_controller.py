@@ -151,7 +151,7 @@ def test_what_is_in_memory_takes_no_time_to_load():
 def test_two_stores_send_at_the_same_time():
     both = costs(2e7)
     both.sources["near://"] = SourceCosts(0.0, 4e7)
-    those = offers(3) + offers(3, url="near://")
+    those = offers(3) + offers(6, url="near://")[3:]
     decision = Controller(both, text=False).decide(SHAPE, those, 40, schedule, True)
     assert decision.load_s == pytest.approx(3 * 2**20 / 2e7 + 0.002)
 

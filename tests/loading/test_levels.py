@@ -8,8 +8,8 @@ import torch
 from blendkv.chunkfile import ChunkFile
 from blendkv.codecs import get_codec
 from blendkv.container import read_head
-from blendkv.levelkeys import level_key, level_key_of
-from blendkv.loading.levels import base_bytes, find_levels, name_of, write_levels
+from blendkv.levelkeys import level_key, level_key_of, name_of
+from blendkv.loading.levels import base_bytes, find_levels, write_levels
 from blendkv.stores import RemoteStore
 from blendkv.stores.checking import check_bytes
 from tests.drawn import SMALL, chunk_of, profile_of

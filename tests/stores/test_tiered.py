@@ -279,7 +279,7 @@ def test_a_chunk_with_nan_stays_in_memory_and_is_told(near):
 def test_entries_that_need_what_is_not_here_are_left_alone(near, monkeypatch):
     near.entries = {chunk.key: encode_chunk(chunk) for chunk in CHUNKS}
 
-    def no_codec(self, source):
+    def no_codec(self, source, codec=None):
         raise ChunkFileError("no such codec", reason="codec")
 
     monkeypatch.setattr(Opener, "open", no_codec)
@@ -405,7 +405,7 @@ def test_flushing_leaves_what_is_just_given_up_to_who_gives_it_up(near):
     entry = tiers.pool.peek(KEYS[0])
     tiers.pool.delete(KEYS[0])  # as an eviction does, before it tells
     tiers.flush()
-    tiers._demote(KEYS[0], entry)
+    tiers.backlog.evicted(KEYS[0], entry)
     tiers.flush()
     assert KEYS[0] in near.entries
 

@@ -9,8 +9,10 @@ from typing import Any
 from unittest import mock
 
 from blendkv.chunkfile import ChunkFile
+from blendkv.codecs import Codec
 from blendkv.container import reader
 from blendkv.stores import disk
+from blendkv.stores.backlog import Backlog
 from blendkv.stores.catalog import Region
 from blendkv.stores.deadline import Budget
 from blendkv.stores.disk import DiskStore
@@ -18,7 +20,6 @@ from blendkv.stores.files import DiskSource
 from blendkv.stores.inventory import Inventory
 from blendkv.stores.opening import Opener
 from blendkv.stores.patience import Patience
-from blendkv.stores.tiered import TieredStore
 from blendkv.stores.writing import Writer
 from tests.faults.world.calls import Calls
 
@@ -31,8 +32,8 @@ def no_checksums() -> AbstractContextManager[Any]:
 def no_keys() -> AbstractContextManager[Any]:
     """A chunk is believed to be that of the key under which it lay."""
 
-    def checked(self: Opener, key: str, data: bytes, device: object) -> ChunkFile:
-        file = self.open(data)
+    def checked(self: Opener, key: str, data: bytes, device: object, codec: Codec | None = None) -> ChunkFile:
+        file = self.open(data, codec)
         file.keyed = "" if self._secret is None else key
         return file
 
@@ -140,10 +141,10 @@ def no_suppression() -> AbstractContextManager[Any]:
 def unchecked_demotion() -> AbstractContextManager[Any]:
     """Damaged entries are handed on."""
 
-    def demoter(self: TieredStore, farther: Writer) -> Callable[[str, bytes], None]:
+    def demoter(self: Backlog, farther: Writer) -> Callable[[str, bytes], None]:
         return lambda key, data: bool(farther.put(key, data)) and None
 
-    return mock.patch.object(TieredStore, "_demoter", demoter)
+    return mock.patch.object(Backlog, "_demoter", demoter)
 
 
 MUTANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {

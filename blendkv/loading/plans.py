@@ -1,0 +1,202 @@
+"""From which tier and at which level each chunk of a prompt is loaded, and which are computed from their text.
+
+A plan is judged by what it takes until the first token: loading and computing go on at the same time. Of all that take
+about as long as the fastest, the one that loses least is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from blendkv.loading.costs import Costs
+
+WORTH = 0.9
+"""A plan is worth something that others are not, text or a lossier level, where the first token is predicted to come in
+this share of the time that they take, or less."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A chunk in one form that memory or a store has.
+
+    Attributes:
+        key: of the chunk.
+        tokens: of it.
+        nbytes: of its file.
+        decoded: bytes of its keys and values.
+        url: of the store; "" for memory.
+        codec: that wrote the file.
+        level: name of its level (`levelkeys.name_of`).
+        number: the codec's own number of the level.
+        lossy: whether the codec loses anything.
+    """
+
+    key: str
+    tokens: int
+    nbytes: int = 0
+    decoded: int = 0
+    url: str = ""
+    codec: str = "raw"
+    level: str = ""
+    number: int = 0
+    lossy: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the level, or of the codec if it has none."""
+        return self.level or self.codec
+
+
+Choices = Mapping[str, Sequence[Offer]]
+"""Offers of each chunk, by key, in prompt order."""
+Loss = Callable[[Offer], float]
+
+
+@dataclass
+class Plan:
+    """What is loaded, and what is computed instead.
+
+    Attributes:
+        loads: an offer for each chunk that is loaded or in memory, by key.
+        text: chunks that are computed from their text, by key, with their tokens.
+        load_s: predicted seconds of loading.
+        compute_s: predicted seconds of computing, at the smallest ratio.
+    """
+
+    loads: dict[str, Offer]
+    text: dict[str, int]
+    load_s: float
+    compute_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Until the first token."""
+        return max(self.load_s, self.compute_s)
+
+
+@dataclass
+class Load:
+    """Seconds of loading, kept up to date while files are added and taken away.
+
+    Files of one store share its link; stores are asked at the same time, but what is decoded shares this machine.
+    """
+
+    costs: Costs
+    _sums: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+
+    def add(self, offer: Offer, times: int = 1) -> None:
+        """One file more, or less with -1; what is in memory is none."""
+        if offer.url:
+            sums = self._sums.setdefault((offer.url, offer.codec), [0, 0.0, 0.0])
+            for i, each in enumerate((1, offer.nbytes, offer.decoded)):
+                sums[i] += times * each
+
+    @property
+    def seconds(self) -> float:
+        """Of all."""
+        stores: dict[str, float] = {}
+        for (url, codec), (files, nbytes, decoded) in self._sums.items():
+            if files:
+                took = self.costs.load_seconds(url, int(files), nbytes, decoded, codec) or 0.0
+                stores[url] = stores.get(url, 0.0) + took
+        return max(stores.values(), default=0.0)
+
+
+def order_of(offers: Iterable[Offer], losses: Mapping[str, float]) -> Loss:
+    """What each level loses: KL where that was measured for all of them, else its place in the order of bytes.
+
+    Args:
+        offers: of a prompt.
+        losses: measured, by name of the level.
+    """
+    weights: dict[str, list[float]] = {}
+    known: dict[str, float] = {}
+    for offer in offers:
+        if offer.lossy:
+            weights.setdefault(offer.name, []).append(offer.nbytes / max(1, offer.tokens) if offer.nbytes else 0.0)
+            known |= {offer.name: losses[offer.name]} if offer.name in losses else {}
+    if len(known) < len(weights):
+        mean = {name: max(each) for name, each in weights.items()}
+        known = {name: float(i) for i, name in enumerate(sorted(mean, key=lambda n: -mean[n]), 1)}
+    return lambda offer: known[offer.name] if offer.lossy else 0.0
+
+
+def best_plan(
+    costs: Costs, choices: Choices, loss: Loss, compute: Callable[[int], float], text: bool, must: Mapping[str, int]
+) -> Plan:
+    """The plan that loses least of those that are about as fast as the fastest.
+
+    Plans that are compared: every chunk at the cheapest form that loses no more than some bound, and the last ones that
+    are not in memory from text. Then single chunks are loaded at better levels as long as that costs nothing.
+
+    Args:
+        costs: of stores and decoding.
+        choices: what may be used of each chunk.
+        loss: of an offer.
+        compute: seconds of computing at the smallest ratio when so many tokens come from text.
+        text: whether chunks that stores have may be computed from their text.
+        must: chunks that must be, with their tokens: nothing may be used of them.
+
+    Returns:
+        The plan; text, or a lossier level, only where it is worth it (`WORTH`).
+    """
+    far = [key for key, those in choices.items() if all(offer.url for offer in those)]
+    counts = range(len(far) + 1 if text else 1)
+    tokens = [sum(must.values())]
+    for key in reversed(far):  # the last ones: the first layers of the first come first
+        tokens.append(tokens[-1] + choices[key][0].tokens)
+    computing = [compute(tokens[count]) for count in counts]
+    plans: list[tuple[float, int, float, float]] = []
+    picked: dict[float, dict[str, Offer]] = {}
+    for bound in sorted({loss(offer) for those in choices.values() for offer in those}) or [0.0]:
+        picked[bound] = {key: _cheapest(costs, those, loss, bound) for key, those in choices.items()}
+        load = Load(costs)
+        for offer in picked[bound].values():
+            load.add(offer)
+        for count in counts:
+            if count:
+                load.add(picked[bound][far[len(far) - count]], -1)
+            plans.append((bound, count, load.seconds, computing[count]))
+    goal = min(max(plan[2:]) for plan in plans) / WORTH
+    good = [plan for plan in plans if max(plan[2:]) <= goal]
+    good = [plan for plan in good if not plan[1]] or good
+    bound, count, _, took = min(good, key=lambda plan: (plan[0], max(plan[2:])))
+    given = far[len(far) - count :]
+    loads = {key: offer for key, offer in picked[bound].items() if key not in given}
+    load = _improve(costs, choices, loss, loads, goal)
+    return Plan(loads, {**must, **{key: choices[key][0].tokens for key in given}}, load, took)
+
+
+def _improve(costs: Costs, choices: Choices, loss: Loss, loads: dict[str, Offer], goal: float) -> float:
+    """Gives single chunks better levels, from the first one on, where loading still ends by the goal; its seconds."""
+    load = Load(costs)
+    for offer in loads.values():
+        load.add(offer)
+    for key, offer in loads.items():
+        for better in sorted(choices[key], key=lambda each: (loss(each), _alone(costs, each))):
+            if loss(better) >= loss(offer):
+                break
+            load.add(offer, -1)
+            load.add(better)
+            if load.seconds <= goal:
+                loads[key] = better
+                break
+            load.add(better, -1)
+            load.add(offer)
+    return load.seconds
+
+
+def _cheapest(costs: Costs, offers: Sequence[Offer], loss: Loss, bound: float) -> Offer:
+    """Of those that lose no more, the one that comes soonest; if all lose more, the one that loses least."""
+    good = [offer for offer in offers if loss(offer) <= bound]
+    if not good:
+        least = min(map(loss, offers))
+        good = [offer for offer in offers if loss(offer) == least]
+    return min(good, key=lambda offer: (_alone(costs, offer), loss(offer)))
+
+
+def _alone(costs: Costs, offer: Offer) -> float:
+    load = Load(costs)
+    load.add(offer)
+    return load.seconds

@@ -1,0 +1,357 @@
+"""A library whose store has chunks at several levels: what the controller chose is loaded, used and reported."""
+
+import json
+import math
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from blendkv import BlendedCache, Pool
+from blendkv.attaching import attach, attachment_of
+from blendkv.bench.bandwidth import Bandwidth
+from blendkv.bench.throttle import Fault, ThrottledStore
+from blendkv.calibrating import calibrate
+from blendkv.chunkfile import decode_chunk, encode_chunk
+from blendkv.codecs import get_codec
+from blendkv.levelkeys import level_key
+from blendkv.loading.controller import Controller
+from blendkv.loading.costs import ComputeCosts, Costs, SourceCosts, machine
+from blendkv.stores import TieredStore
+from blendkv.testing import tiny_model
+from blendkv.texts import Passage
+from tests.cases.stored import answer, library
+from tests.helpers import tokens
+from tests.stores.dicts import DictStore
+
+LOSSES = {"klt@0": 0.01, "klt@4": 0.07, "klt@8": 0.6}
+DOCUMENTS = [" ".join(f"word{n + 100 * i}" for n in range(60)) for i in range(3)]
+LONG = 30.0
+"""A stall that no test waits for."""
+
+
+@pytest.fixture(scope="module")
+def setting():
+    """A model, codecs of its levels, and entries of the documents' chunks at all of them."""
+    model = attach(tiny_model("llama", num_hidden_layers=2, max_position_embeddings=4096))
+    passages = [Passage(tokens(48, seed).tolist(), ()) for seed in range(4)]
+    profile = calibrate(model, passages, ["klt"], continuation=16, progress=False)["klt"]
+    codecs = [get_codec("klt", level=level, profile=profile) for level in (0, 4, 8)]
+    store = DictStore()
+    with library(model, TieredStore(Pool(), store, levels=codecs, write="through"), namespace="n") as kv:
+        chunks = kv.prefill(DOCUMENTS)
+        kv(DOCUMENTS, "why?")  # the template's head
+    return model, codecs, dict(store.entries), {chunk.key: chunk for chunk in chunks}
+
+
+def costs_of(model, rates, compute=1e9):
+    return Costs(
+        ComputeCosts(0.0, compute, compute),
+        {url: SourceCosts(0.0, rate) for url, rate in rates.items()},
+        machine=machine(torch.device("cpu")),
+        fingerprint=attachment_of(model).facts.fingerprint,
+        losses=dict(LOSSES),
+    )
+
+
+def store_of(setting, only=None, name="dict", **kwargs):
+    """A store with the entries, or of each document's chunk those at some levels."""
+    _, codecs, entries, chunks = setting
+    store = DictStore(name, **kwargs)
+    store.entries = dict(entries)
+    if only is not None:
+        for key in chunks:
+            for level, codec in [("raw", None), *((f"klt@{codec.level}", codec) for codec in codecs)]:
+                if level not in only:
+                    del store.entries[key if codec is None else level_key(key, codec)]
+    return store
+
+
+def opened(setting, *stores, known=None, whole_bytes=0, **options):
+    model, codecs, *_ = setting
+    kv = library(
+        model,
+        TieredStore(Pool(), *stores, levels=codecs),
+        namespace="n",
+        controller=Controller(known or costs_of(model, {store.url: 1e12 for store in stores}), **options),
+        deadline_s=LONG,
+    )
+    kv.pipeline.whole_bytes = whole_bytes
+    return kv
+
+
+def ask(kv, documents=DOCUMENTS):
+    inputs = kv(documents, "why?")
+    got = answer(kv.model, inputs["input_ids"], inputs.cache, attention_mask=inputs["attention_mask"])
+    return inputs, got[1]
+
+
+def at_level(setting, key, level):
+    """The chunk of a document as it is decoded at a level."""
+    _, codecs, _, chunks = setting
+    codec = next((codec for codec in codecs if level == f"klt@{codec.level}"), None)
+    if codec is None:
+        return chunks[key]
+    data = encode_chunk(chunks[key], codec)
+    return replace(decode_chunk(data, profiles=codec.profile), keyed=chunks[key].keyed)
+
+
+def levels_used(inputs):
+    return list(inputs.report.loading.levels.values())[1:]  # without the template's head
+
+
+def assert_answer_of(setting, kv, inputs, logits, levels):
+    """Exactly that of a blend of chunks which were decoded at these levels."""
+    head, *_ = inputs.cache.chunks[0]
+    chunks = [at_level(setting, key, level) for key, level in zip(kv.keys(DOCUMENTS), levels, strict=True)]
+    ratio = inputs.report.loading.decision.ratio
+    cache = BlendedCache([head, *chunks], ratio, "hkvd")
+    _, want = answer(kv.model, inputs["input_ids"], cache, attention_mask=inputs["attention_mask"])
+    assert (logits - want).abs().max() <= (1e-4 if "text" in levels else 0.0)
+
+
+@pytest.mark.parametrize("whole_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("rate", [1e12, 1e6, 1e5, 1e4])
+def test_what_was_chosen_is_what_is_blended(setting, rate, whole_bytes):
+    model = setting[0]
+    store = store_of(setting)
+    kv = opened(setting, store, known=costs_of(model, {store.url: rate}, 1e8), whole_bytes=whole_bytes, text=False)
+    inputs, logits = ask(kv)
+    decision = inputs.report.loading.decision
+    used = levels_used(inputs)
+    assert list(decision.levels[1:]) == used
+    assert_answer_of(setting, kv, inputs, logits, used)
+    said = json.loads(json.dumps(inputs.report.to_dict()))["loading"]
+    assert said["levels"][1:] == said["decision"]["levels"][1:] == used
+    assert said["decision"]["took_s"] > 0
+    assert sum(inputs.report.loaded.values()) == sum(map(len, inputs.cache.chunks[0]))
+    assert not inputs.report.misses
+
+
+def test_a_slower_link_gives_coarser_levels(setting):
+    model, seen = setting[0], []
+    for rate in (1e12, 1e6, 1e5, 1e4):
+        store = store_of(setting)
+        kv = opened(setting, store, known=costs_of(model, {store.url: rate}, 1e8), text=False)
+        seen.append(max(LOSSES.get(level, 0.0) for level in levels_used(ask(kv)[0])))
+    assert seen == sorted(seen)
+    assert (seen[0], seen[-1]) == (0.0, 0.6)
+    store = store_of(setting)
+    bounded = opened(setting, store, known=costs_of(model, {store.url: 1e4}, 1e8), text=False, max_kl=0.1)
+    assert max(LOSSES.get(level, 0.0) for level in levels_used(ask(bounded)[0])) == 0.07
+    text = opened(setting, store, known=costs_of(model, {store.url: 10.0}, 1e12))
+    inputs, _ = ask(text)
+    assert set(inputs.report.loading.decision.levels[2:]) == {"text"}
+    assert inputs.report.misses["text"] > 0
+
+
+def test_without_a_controller_levels_are_not_looked_at_where_chunks_are(setting):
+    model, codecs, *_ = setting
+    store = store_of(setting)
+    kv = library(model, TieredStore(Pool(), store, levels=codecs), namespace="n")
+    kv.pipeline.whole_bytes = 0
+    asked, get = [], store.get
+    store.get = lambda key, start=0, stop=None: asked.append(key) or get(key, start, stop)
+    inputs = kv(DOCUMENTS, "why?")
+    answer(model, inputs["input_ids"], inputs.cache, attention_mask=inputs["attention_mask"])
+    assert set(kv.keys(DOCUMENTS)) <= set(asked)
+    assert not set(asked) & {level_key(key, codec) for key in kv.keys(DOCUMENTS) for codec in codecs}
+    alone = library(model, TieredStore(Pool(), store_of(setting, only=("klt@8",)), levels=codecs), namespace="n")
+    alone.pipeline.whole_bytes = 0
+    inputs = alone(DOCUMENTS, "why?")
+    assert levels_used(inputs) == ["klt@8"] * 3
+    assert not inputs.report.prefilled_tokens
+
+
+def test_a_level_that_is_gone_when_it_is_asked_for(setting):
+    """Its size was told, and then it was evicted: another one is used in the same prompt."""
+    store = store_of(setting)
+    get, gone = store.get, set(setting[3])
+    store.get = lambda key, start=0, stop=None: None if key in gone else get(key, start, stop)
+    kv = opened(setting, store)
+    inputs, logits = ask(kv)
+    assert inputs.report.loading.decision.levels[1:] == ("raw",) * 3
+    assert levels_used(inputs) == ["klt@0"] * 3
+    assert_answer_of(setting, kv, inputs, logits, ["klt@0"] * 3)
+
+
+@pytest.mark.parametrize("whole_bytes", [0, 1 << 30])
+def test_a_damaged_level_is_put_away_and_another_used(setting, whole_bytes):
+    store = store_of(setting)
+    (key, *_), codec = setting[3], setting[1][0]
+    for entry in (key, level_key(key, codec)):
+        data = bytearray(store.entries[entry])
+        data[40] ^= 1  # in the head
+        store.entries[entry] = bytes(data)
+    kv = opened(setting, store, whole_bytes=whole_bytes)
+    inputs, logits = ask(kv)
+    assert levels_used(inputs) == ["klt@4", "raw", "raw"]
+    assert_answer_of(setting, kv, inputs, logits, ["klt@4", "raw", "raw"])
+    assert kv.pool.stats.damaged == {store.url: 2}
+    assert not {key, level_key(key, codec)} & set(store.entries)
+    assert "damaged" in " ".join(inputs.report.notes)
+
+
+def test_damage_behind_the_head_is_computed_and_put_away_and_the_next_prompt_uses_another_level(setting):
+    store = store_of(setting)
+    key = next(iter(setting[3]))
+    data = bytearray(store.entries[key])
+    data[-20] ^= 1
+    store.entries[key] = bytes(data)
+    kv = opened(setting, store)
+    inputs, _ = ask(kv)
+    assert levels_used(inputs) == ["text", "raw", "raw"]
+    assert inputs.report.misses == {"checksum": len(setting[3][key])}
+    end = time.monotonic() + 20
+    while key in store.entries:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    kv.pool.pool.clear()
+    again, logits = ask(kv)
+    assert levels_used(again) == ["klt@0", "raw", "raw"]
+    assert_answer_of(setting, kv, again, logits, ["klt@0", "raw", "raw"])
+
+
+def test_a_farther_store_is_used_for_what_it_has_and_if_it_is_known_to_be_faster(setting):
+    model = setting[0]
+    near = store_of(setting, only=("klt@8",), name="near", local=True)
+    far = store_of(setting, name="far")
+    kv = opened(setting, near, far)
+    inputs, _ = ask(kv)
+    assert levels_used(inputs) == ["raw"] * 3
+    kv.flush(10)
+    assert set(setting[3]) <= set(near.entries)  # and the nearer one has it from then on
+
+    for rate, url in ((1e13, "far://"), (1e3, "near://")):
+        near, far = store_of(setting, name="near", local=True), store_of(setting, name="far")
+        kv = opened(setting, near, far, known=costs_of(model, {"near://": 1e6, "far://": rate}, 1e8))
+        inputs, _ = ask(kv)
+        assert max(inputs.report.loaded, key=inputs.report.loaded.get) == url
+
+
+def test_memory_keeps_the_level_and_is_improved_when_that_costs_nothing(setting):
+    model = setting[0]
+    store = store_of(setting)
+    known = costs_of(model, {store.url: 1e4}, 1e8)
+    kv = opened(setting, store, known=known, text=False)
+    assert "klt@8" in levels_used(ask(kv)[0])
+    known.sources[store.url] = SourceCosts(0.0, 1e4)
+    inputs, _ = ask(kv)
+    assert set(inputs.report.loaded) <= {"memory", store.url}
+    assert "memory" in inputs.report.loaded
+    known.sources[store.url] = SourceCosts(0.0, 1e12)
+    assert levels_used(ask(kv)[0]) == ["raw"] * 3
+    inputs, _ = ask(kv)
+    assert list(inputs.report.loaded) == ["memory"]
+
+
+# -- by a target ------------------------------------------------------------------------------------------------------
+
+
+def timely(setting, store, rate, target_s, compute=1e8, **options):
+    """A library with a target; predicted seconds of computing are what `compute` FLOPs a second say."""
+    known = costs_of(setting[0], {store.url: rate} if rate else {}, compute)
+    return opened(setting, store, known=known, target_s=target_s, **options)
+
+
+def raw_bytes(setting):
+    return sum(len(setting[2][key]) for key in setting[3])
+
+
+def test_with_time_enough_everything_comes_as_it_was(setting):
+    store = store_of(setting)
+    kv = timely(setting, store, 1e9, LONG)
+    inputs, logits = ask(kv)
+    assert levels_used(inputs) == ["raw"] * 3
+    assert_answer_of(setting, kv, inputs, logits, ["raw"] * 3)
+    assert inputs.report.loading.nbytes[store.url] >= raw_bytes(setting)
+    assert kv.controller.costs.sources[store.url].bytes_per_s > 0
+    assert not inputs.report.prefilled_tokens
+
+
+def test_a_slow_link_brings_what_it_can_by_the_target(setting):
+    """Raw chunks would take six times the target, the smallest level a third of it."""
+    plain = store_of(setting)
+    target = 1.5
+    rate = raw_bytes(setting) / (6 * target)
+    store = ThrottledStore(plain, Bandwidth.constant(rate))
+    kv = timely(setting, store, rate, target)
+    inputs, logits = ask(kv)
+    used = levels_used(inputs)
+    assert "raw" not in used
+    assert set(used) & set(LOSSES)
+    assert_answer_of(setting, kv, inputs, logits, used)
+    decision = inputs.report.loading.decision
+    assert decision.target_s == target
+    assert list(decision.levels[1:]) == used
+    sizes = dict(zip(inputs.report.loading.levels, map(len, inputs.cache.chunks[0]), strict=True))
+    lost = sum(LOSSES.get(level, 0.0) * sizes[key] for key, level in inputs.report.loading.levels.items())
+    assert decision.kl == pytest.approx(lost / sum(sizes.values()))
+    text = sum(len(setting[3][k]) for n, k in zip(used, kv.keys(DOCUMENTS), strict=True) if n == "text")
+    assert inputs.report.loaded == {store.url: sum(map(len, inputs.cache.chunks[0])) - text}
+
+
+@pytest.mark.parametrize("at", [0, 50_000])
+def test_a_link_that_stalls_is_not_waited_for_and_the_rest_comes_from_text(setting, at):
+    store = ThrottledStore(store_of(setting), Bandwidth.constant(1e6), faults=[Fault(at, "stall", LONG)])
+    kv = timely(setting, store, 1e6, 0.5, compute=1e9)
+    begin = time.monotonic()
+    inputs, _ = ask(kv)
+    assert time.monotonic() - begin < LONG / 2
+    used = levels_used(inputs)
+    assert "text" in used
+    texts = [key for key, level in zip(kv.keys(DOCUMENTS), used, strict=True) if level == "text"]
+    assert inputs.report.prefilled_tokens >= sum(len(setting[3][key]) for key in texts) > 0
+    assert not inputs.report.misses
+    for key in texts:
+        assert torch.equal(kv.pool.pool.get(key).keys[0], setting[3][key].keys[0])
+
+
+def test_a_damaged_level_is_put_away_and_the_target_is_met_with_others(setting):
+    store = store_of(setting, only=("klt@0", "klt@8"))
+    key, codec = next(iter(setting[3])), setting[1][0]
+    entry = level_key(key, codec)
+    data = bytearray(store.entries[entry])
+    data[-20] ^= 1
+    store.entries[entry] = bytes(data)
+    kv = timely(setting, store, 1e9, 5.0)
+    inputs, logits = ask(kv)
+    assert levels_used(inputs) == ["klt@8", "klt@0", "klt@0"]
+    assert_answer_of(setting, kv, inputs, logits, ["klt@8", "klt@0", "klt@0"])
+    end = time.monotonic() + 20
+    while entry in store.entries:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert kv.pool.stats.damaged == {store.url: 1}
+
+
+def test_a_bound_on_loss_holds_by_a_target_too(setting):
+    store = store_of(setting, only=("klt@4", "klt@8"))
+    kv = timely(setting, store, 1e9, 5.0, max_kl=0.1)
+    assert set(levels_used(ask(kv)[0])) == {"klt@4"}
+    strict = timely(setting, store_of(setting, only=("klt@8",)), 1e9, 5.0, max_kl=0.1)
+    inputs, _ = ask(strict)
+    assert set(levels_used(inputs)) == {"text"}
+    assert inputs.report.prefilled_tokens >= sum(map(len, setting[3].values()))
+
+
+def test_what_nobody_has_is_computed_and_stored(setting):
+    store = DictStore()
+    kv = timely(setting, store, 1e6, 5.0)
+    inputs, _ = ask(kv)
+    assert inputs.report.prefilled_tokens == sum(map(len, inputs.cache.chunks[0]))
+    kv.flush(10)
+    assert set(setting[2]) <= set(store.entries)
+    assert math.isfinite(inputs.report.loading.decision.compute_s)
+
+
+def test_a_store_that_does_not_answer_costs_no_chunk(setting):
+    store = store_of(setting)
+    store.raises = OSError("unreachable")
+    kv = timely(setting, store, 1e6, 1.0, compute=1e9)
+    begin = time.monotonic()
+    inputs, logits = ask(kv)
+    assert time.monotonic() - begin < LONG / 2
+    assert set(levels_used(inputs)) == {"text"}
+    assert_answer_of(setting, kv, inputs, logits, ["text"] * 3)
