@@ -1,4 +1,4 @@
-"""Notebooks of examples/notebooks: `python -m tests.notebooks` runs each from an empty kernel, and looks at what is kept.
+"""Notebooks of examples/: `python -m tests.notebooks` runs each from an empty kernel, and looks at what is kept.
 
 A cell that raises is an error, and the exit code is 1 then. Nothing is written but with `--write`, which keeps the new
 outputs: pictures, tables and what was printed, but nothing that libraries say on stderr (bars, warnings of an
@@ -34,9 +34,9 @@ COLOURS = re.compile(r"\x1b\[[\d;]*m")
 NOISE = ("\r", "it/s]", "B/s]", "Traceback (most", "\x1b[")
 
 
-def notebooks() -> list[Path]:
+def notebooks(folder: Path = FOLDER) -> list[Path]:
     """All of them, in order."""
-    return sorted(FOLDER.glob("[0-9]*.ipynb"))
+    return sorted(folder.glob("[0-9]*.ipynb"))
 
 
 def read(path: Path) -> Any:
@@ -77,13 +77,24 @@ def tidied(notebook: Any) -> Any:
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
         if cell.cell_type == "code":
-            cell.outputs = [out for out in cell.outputs if out.get("name") != "stderr"]
+            cell.outputs = _joined([out for out in cell.outputs if out.get("name") != "stderr"])
     notebook.metadata = {
         "blendkv": {"code": digest(notebook)},
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},
     }
     return notebook
+
+
+def _joined(outputs: list[Any]) -> list[Any]:
+    """What was printed in one piece, however it came."""
+    found: list[Any] = []
+    for out in outputs:
+        if found and out.output_type == found[-1].output_type == "stream":
+            found[-1].text += out.text
+        else:
+            found.append(out)
+    return found
 
 
 def texts(cell: Any) -> Iterator[str]:
@@ -119,10 +130,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="keep the new outputs")
     parser.add_argument("--only", default="", help="those whose names begin so")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where they are")
     options = parser.parse_args(arguments)
-    paths = [path for path in notebooks() if path.name.startswith(options.only)]
+    there = notebooks(options.folder)
+    paths = [path for path in there if path.name.startswith(options.only)]
     if not paths:
-        print(f"no notebook begins with {options.only!r}; there are {', '.join(p.name for p in notebooks())}")
+        print(f"no notebook begins with {options.only!r}; there are {', '.join(p.name for p in there)}")
         return 1
     failed = False
     for path in paths:
