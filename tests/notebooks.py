@@ -28,7 +28,7 @@ LIMIT = 1 << 20
 """Most bytes of a notebook."""
 TIMEOUT_S = 600
 """Most seconds of a cell, on a machine that does much else."""
-PLACES = re.compile(r"(?:/(?:home|Users|root|tmp|work|mnt|opt|var)/|[A-Za-z]:\\\\|ipykernel_\d)[^\s'\"<]*")
+PLACES = re.compile(r"(?:/(?:home|Users|root|tmp|work|mnt|opt|var)/|\b[A-Z]:\\\\?\w|ipykernel_\d)[^\s'\"<]*")
 """What an output may not say: where on somebody's machine it was made."""
 COLOURS = re.compile(r"\x1b\[[\d;]*m")
 NOISE = ("\r", "it/s]", "B/s]", "Traceback (most", "\x1b[")

@@ -49,6 +49,7 @@ def test_a_good_one_has_no_faults(kept):
     ("output", "said"),
     [
         (new_output("stream", name="stdout", text="in /home/somebody/chunks"), "/home/somebody/chunks"),
+        (new_output("stream", name="stdout", text=r"C:\chunks\ab"), r"C:\chunks"),
         (new_output("execute_result", data={"text/html": "<a href='/tmp/x'>"}, execution_count=1), "/tmp/x"),
         (new_output("stream", name="stderr", text="a warning"), "stderr"),
         (new_output("error", ename="ValueError", evalue="no", traceback=[]), "error"),
