@@ -39,7 +39,7 @@ serving.central serving.answers serving.chunks serving.names serving.app serving
 integrations.extras integrations.detokenizing integrations.answering integrations.prefetching
 integrations.langchain_messages integrations.langchain_retriever integrations.langchain_chat integrations.langchain
 integrations.llama_index integrations.pipeline integrations.haystack web.asked web.telling web.tokens web.running
-web.drawing web.page web.server web _console _options cli_bench cli_bench_stores
+web.drawing web.visitors web.page web.server web _console _options cli_bench cli_bench_stores
 cli_bench_streaming cli_bench_serving cli_bench_throughput cli_codec cli_env cli_quality cli_serve cli_stores
 cli_precompute cli_calibrate cli_bench_loading cli_demo cli __main__
 """

@@ -59,7 +59,8 @@ def _documents(given: Any) -> tuple[str, ...]:
         raise BadInputError(f"{len(texts)} documents are too many for this page: give at most {DOCUMENTS}.")
     if (size := sum(map(len, texts))) > CHARACTERS:
         raise BadInputError(
-            f"The documents have {size:,} characters, and this page takes {CHARACTERS:,}: shorten them or leave some out."
+            f"The documents have {size:,} characters, and this page takes {CHARACTERS:,}: shorten them or leave some "
+            "out."
         )
     return tuple(texts)
 
@@ -99,5 +100,6 @@ def _selector(given: Any) -> str:
     try:
         get_selector(given.strip())
     except ValueError as error:
-        raise BadInputError(f"{error}.") from None
+        said = str(error).removesuffix(" or pass a Selector")
+        raise BadInputError(f"{said[:1].upper()}{said[1:]}.") from None
     return given.strip()

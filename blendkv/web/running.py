@@ -122,6 +122,14 @@ class Comparison:
         self.library = ChunkLibrary(model, tokenizer, store, condition="system", capacity_bytes=capacity_bytes)
         self._warm: set[str] = set()
 
+    @property
+    def about(self) -> str:
+        """The model's size, dtype and device, for people."""
+        weights = list(self.library.model.parameters())
+        count = sum(weight.numel() for weight in weights)
+        size = f"{count / 1e9:.1f} billion" if count >= 1e9 else f"{count / 1e6:.0f} million"
+        return f"{size} parameters, {str(weights[0].dtype).removeprefix('torch.')}, on {weights[0].device.type}"
+
     def warm_up(self, selector: str = "hkvd") -> None:
         """Runs all methods on a short prompt, once a selector, so that the first of them is not punished."""
         if selector in self._warm:

@@ -121,4 +121,3 @@ def tell(
     if isinstance(result[0], BaseException):
         raise result[0]
     return result[0]
-

@@ -1,0 +1,19 @@
+// Ctrl-Enter (Cmd-Enter) anywhere runs the comparison; what is going on is announced to screen readers, and on a narrow
+// screen, where it is far below, scrolled to.
+() => {
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
+      event.preventDefault();
+      const run = document.querySelector("#bk-run");
+      if (run && !run.disabled) run.click();
+    }
+  });
+  const status = document.querySelector("#bk-status");
+  if (status) {
+    status.setAttribute("role", "status");
+    status.setAttribute("aria-live", "polite");
+    document.querySelector("#bk-run").addEventListener("click", () => {
+      if (window.innerWidth < 700) status.scrollIntoView({ block: "start" });
+    });
+  }
+}
