@@ -26,7 +26,7 @@ QUESTIONS = (
 QUEUE = 16
 """Most visitors who wait for their turn."""
 SELECTORS = [
-    ("hkvd: keys that moved most (CacheBlend)", "hkvd"),
+    ("hkvd: keys that moved most", "hkvd"),
     ("hkvd-v: values that moved most", "hkvd-v"),
     ("attention: what the question attends to", "attention"),
     ("attention*hkvd-v^0.5: both, multiplied", "attention*hkvd-v^0.5"),

@@ -156,12 +156,13 @@ class Comparison:
         prompt = self.library.assemble(asked.documents, asked.question, SYSTEM)
         most = self._room(prompt)
         view = View("Warming up for this selector", prompt_tokens=len(prompt.ids))
-        if asked.selector not in self._warm:
+        if asked.selector not in self._warm and not stopped.is_set():
             yield view
             self.warm_up(asked.selector)
-        view = replace(view, doing="Computing the keys and values of documents that are new")
-        yield view
-        view = replace(view, prepared=self._prepare(asked))
+        if not stopped.is_set():
+            view = replace(view, doing="Computing the keys and values of documents that are new")
+            yield view
+            view = replace(view, prepared=self._prepare(asked))
         caches: dict[int, Cache] = {}
         answers: list[Told] = []
         for index, make in enumerate(self._makers(asked, caches)):
