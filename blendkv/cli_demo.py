@@ -109,7 +109,7 @@ def _page(model: str, dtype: str, device: str, store: str, host: str, port: int)
             raise ImportError(MISSING)
         sock = listen(host, port)  # before the model: a port in use is known at once
         typer.echo(f"Loading {model} ...", err=True)
-        from blendkv.web.page import build, mounted
+        from blendkv.web.page import application
         from blendkv.web.running import Comparison
         from blendkv.web.server import serve
         from blendkv.web.visitors import Visitors
@@ -127,4 +127,5 @@ def _page(model: str, dtype: str, device: str, store: str, host: str, port: int)
         comparison, visitors = Comparison(*load(model, dtype, device), store), Visitors()
         with comparison.library:
             comparison.warm_up()
-            serve(mounted(build(comparison, f"{model}, {comparison.about}", visitors)), sock, ready, visitors.stop_all)
+            app = application(comparison, f"{model}, {comparison.about}", visitors)
+            serve(app, sock, ready, visitors.stop_all)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Generator
 from importlib.resources import files
@@ -43,15 +44,8 @@ Shown = tuple[str, str, str, str]
 """HTML of the status, the results, the prompt and the origins."""
 
 
-def build(comparison: Comparison, title: str, visitors: Visitors | None = None) -> gr.Blocks:
-    """The page for a model.
-
-    Args:
-        comparison: computes what is shown.
-        title: name of the model.
-        visitors: who may be stopped, for a caller who ends them all.
-    """
-    visitors = visitors or Visitors()
+def build(comparison: Comparison, title: str, visitors: Visitors) -> gr.Blocks:
+    """The page: boxes on the left, what comes of them on the right. Arguments as for `application`."""
     passages = {passage.title: passage.text for passage in read_passages()[0]}
     texts = [passages[name] for name in TITLES]
 
@@ -144,8 +138,23 @@ READY = "Ready. Run, or Ctrl-Enter anywhere, asks all three."
 EMPTY = '<p class="bk-about">Here after a run.</p>'
 
 
+def application(comparison: Comparison, title: str, visitors: Visitors | None = None) -> Any:
+    """The page for a model as an ASGI application.
+
+    Args:
+        comparison: computes what is shown.
+        title: of the model, for people.
+        visitors: who may be stopped, for a caller who ends them all.
+    """
+
+    async def made() -> Any:  # outside a running event loop gradio opens some of its own, and leaves them open
+        return mounted(build(comparison, title, visitors or Visitors()))
+
+    return asyncio.run(made())
+
+
 def mounted(page: gr.Blocks) -> Any:
-    """The page as an ASGI application that asks no other host for anything."""
+    """A page as an ASGI application that asks no other host for anything."""
     from fastapi import FastAPI
 
     own = files("blendkv.web")

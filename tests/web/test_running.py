@@ -2,6 +2,7 @@
 
 import threading
 import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def test_views_grow_and_the_last_one_has_everything(comparison):
     assert [column.method for column in last.columns] == list(METHODS)
     for i in range(3):
         texts = [view.columns[i].text for view in views]
-        grown = [b.startswith(a) for a, b in zip(texts, texts[1:], strict=False)]
+        grown = [b.startswith(a) for a, b in pairwise(texts)]
         assert all(grown[:-2]), "a text is only added to (but for spaces at its end)"
         assert len(set(texts)) > 5, "it is told in parts"
     answering = [[c.method for c in view.columns if c.state == "running"] for view in views]
