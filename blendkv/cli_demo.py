@@ -41,6 +41,8 @@ def demo(
 
     begin = time.perf_counter()
     if web:
+        if as_json:
+            raise typer.BadParameter("a page prints none; programs call its endpoint", param_hint="--json")
         _page(model, dtype, device, store, host, port)
         return
     with work(as_json):
@@ -107,25 +109,22 @@ def _page(model: str, dtype: str, device: str, store: str, host: str, port: int)
     with work(False):
         if find_spec("gradio") is None:
             raise ImportError(MISSING)
-        sock = listen(host, port)  # before the model: a port in use is known at once
-        typer.echo(f"Loading {model} ...", err=True)
-        from blendkv.web.page import application
-        from blendkv.web.running import Comparison
-        from blendkv.web.server import serve
-        from blendkv.web.visitors import Visitors
+        with listen(host, port) as sock:  # before the model: a port in use is known at once
+            typer.echo(f"Loading {model} ...", err=True)
+            from blendkv.web.page import application
+            from blendkv.web.running import Comparison
+            from blendkv.web.server import serve
+            from blendkv.web.visitors import Visitors
 
-        shown_host = f"[{host}]" if ":" in host else host
-        url = f"http://{shown_host}:{sock.getsockname()[1]}"
+            comparison, visitors = Comparison(*load(model, dtype, device), store), Visitors()
+            with comparison.library:
+                comparison.warm_up()
+                app = application(comparison, f"{model}, {comparison.about}", visitors)
+                serve(app, sock, lambda: _ready(host, sock.getsockname()[1]), visitors.stop_all)
 
-        def ready() -> None:
-            typer.echo(f"blendkv: the page is at {url} (Ctrl-C ends it)", err=True)
-            if host not in LOOPBACK:
-                typer.echo(
-                    f"blendkv: {host} is reached from other machines, and the page asks for no password", err=True
-                )
 
-        comparison, visitors = Comparison(*load(model, dtype, device), store), Visitors()
-        with comparison.library:
-            comparison.warm_up()
-            app = application(comparison, f"{model}, {comparison.about}", visitors)
-            serve(app, sock, ready, visitors.stop_all)
+def _ready(host: str, port: int) -> None:
+    shown = f"[{host}]" if ":" in host else host
+    typer.echo(f"blendkv: the page is at http://{shown}:{port} (Ctrl-C ends it)", err=True)
+    if host not in LOOPBACK:
+        typer.echo(f"blendkv: {host} is reached from other machines, and the page asks for no password", err=True)

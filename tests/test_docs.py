@@ -57,7 +57,7 @@ def test_refusals_in_the_guide_are_those_of_the_code():
 
 RUN = {"index": 1, "quickstart": 6, "concepts": 4, "guides/loading": 2, "guides/quality": 1, "guides/selectors": 2}
 RUN |= {"guides/stores": 3}
-NOT_RUN = {"guides/codecs": 1, "guides/serving": 1, "guides/streaming": 2, "guides/valkey": 2}
+NOT_RUN = {"guides/codecs": 1, "guides/demo-page": 1, "guides/serving": 1, "guides/streaming": 2, "guides/valkey": 2}
 ELSEWHERE = {"guides/haystack", "guides/langchain", "guides/llamaindex", "guides/pipeline"}
 """They run in tests/integrations/test_guides.py."""
 

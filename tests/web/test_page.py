@@ -46,6 +46,17 @@ def test_the_endpoint_tells_and_then_is_complete(url, comparison):
     assert len(events) > 10
 
 
+def test_the_client_of_the_guide(url):
+    client = pytest.importorskip("gradio_client").Client(url, verbose=False)
+    try:
+        given = (["The crossing opened on 1 July 2000."], "When did it open?", 0.15, "hkvd")
+        result = client.predict(*given, api_name="/compare")
+        assert client.predict(*given[:2], api_name="/compare")["finished"]  # ratio and selector have defaults
+    finally:
+        client.close()
+    assert [method["method"] for method in result["methods"]] == ["full recompute", "full reuse", "blend"]
+
+
 @pytest.mark.parametrize(
     ("documents", "question", "options", "said"),
     [
