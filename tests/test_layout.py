@@ -33,7 +33,8 @@ bench.conditions bench.settings bench.items bench.journal bench.summary bench.co
 bench.queueing bench.workload bench.serving bench.throughput bench.throughput_table bench.table bench.leaderboard
 bench.quality bench.insights bench.quality_plot bench.throughput_plot bench.plot bench.suggest bench.coders
 bench.codec bench.joint bench.links bench.simulation bench.oracle bench.streaming bench.sending bench.streaming_levels
-bench.fairness bench.gateway_bare bench.gateway_load bench.gateway verify families survey guide demo listening serving.limits
+bench.fairness bench.gateway_bare bench.gateway_load bench.gateway verify families survey guide demo listening
+serving.limits
 serving.tokens serving.slots serving.ranges serving.entries serving.protocol serving.metrics serving.logs
 serving.central serving.answers serving.chunks serving.names serving.app serving.server serving integrations
 integrations.extras integrations.detokenizing integrations.answering integrations.prefetching

@@ -8,6 +8,7 @@
       if (run && !run.disabled) run.click();
     }
   });
+  document.documentElement.style.scrollPaddingBottom = "5rem"; // what has the focus is not behind the narrow screen's bar
   const status = document.querySelector("#bk-status");
   if (status) {
     status.setAttribute("role", "status");

@@ -99,7 +99,7 @@ def build(comparison: Comparison, title: str, visitors: Visitors) -> gr.Blocks:
                     )
                     for i in range(DOCUMENTS)
                 ]  # fmt: skip
-            with gr.Column(scale=5, min_width=300):
+            with gr.Column(scale=5, min_width=300, elem_id="bk-right"):
                 status = gr.HTML(drawing.status(READY), elem_id="bk-status", elem_classes="bk-html")
                 results = gr.HTML(drawing.results(View("")), elem_id="bk-results", elem_classes="bk-html")
                 with gr.Accordion("The prompt, token by token", open=True):

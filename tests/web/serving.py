@@ -50,16 +50,22 @@ class Slow:
 def served(comparison: Any) -> Generator[str]:
     """The address of a page that is served meanwhile."""
     sock = listen("127.0.0.1", 0)
-    app = application(comparison, "tiny")
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+    made: list[uvicorn.Server] = []
+
+    def run() -> None:  # all of it in a thread: where playwright is at work, this one has an event loop
+        config = uvicorn.Config(application(comparison, "tiny"), log_level="warning", timeout_graceful_shutdown=1)
+        made.append(uvicorn.Server(config))
+        made[0].run(sockets=[sock])
+
+    thread = threading.Thread(target=run)
     thread.start()
     try:
-        while not server.started and thread.is_alive():
+        while thread.is_alive() and not (made and made[0].started):
             time.sleep(0.02)
         yield f"http://127.0.0.1:{sock.getsockname()[1]}"
     finally:
-        server.should_exit = True
+        if made:
+            made[0].should_exit = True
         thread.join()
         sock.close()
 

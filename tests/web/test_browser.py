@@ -124,9 +124,8 @@ def test_click_through(visit):
     v = visit()
     v.shot("wide-before")
     nasty = '<script>alert(1)</script><img src=x onerror=alert(2)> & "quotes"'
-    v.write(*([] if MODEL else [*TEXTS, nasty]))
-    if MODEL:
-        v.page.reload()
+    if not MODEL:
+        v.write(*TEXTS, nasty)
     v.page.click("#bk-run")
     v.done()
     v.shot("wide-after")

@@ -1,4 +1,4 @@
-"""`blendkv demo --web`: what cannot be is one line on stderr and exit code 1, found before the model is if it can be."""
+"""`blendkv demo --web`: what cannot be is one line on stderr, and exit code 1."""
 
 import socket
 
