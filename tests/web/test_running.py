@@ -43,7 +43,7 @@ def test_views_grow_and_the_last_one_has_everything(comparison):
         texts = [view.columns[i].text for view in views]
         grown = [b.startswith(a) for a, b in pairwise(texts)]
         assert all(grown[:-2]), "a text is only added to (but for spaces at its end)"
-        assert len(set(texts)) > 5, "it is told in parts"
+        assert len(set(texts)) > 3, "it is told in parts"
     answering = [[c.method for c in view.columns if c.state == "running"] for view in views]
     assert max(map(len, answering)) == 1, "one after the other"
     assert all(column.ttft_s and column.ttft_s > 0 for column in last.columns)
