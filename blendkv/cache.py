@@ -196,6 +196,8 @@ class BlendedCache(Cache):
         self.logits_to_keep: int | None = None
         self.mask_length: int | None = None
         self.work: Blend | Step | None = None
+        self.recomputed: list[Tensor] = []
+        """Once filled, for each row of the batch: `[N]` prompt indices of chunk tokens computed in every layer."""
         self._failed = False
 
     @property

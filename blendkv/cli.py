@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -18,14 +18,12 @@ from blendkv.cli_bench_streaming import streaming
 from blendkv.cli_bench_throughput import throughput
 from blendkv.cli_calibrate import calibrate
 from blendkv.cli_codec import profile
+from blendkv.cli_demo import demo
 from blendkv.cli_env import env
 from blendkv.cli_precompute import precompute
 from blendkv.cli_quality import check_prompts, make_suggestion, print_suggestion, read_selectors
 from blendkv.cli_serve import serve
 from blendkv.cli_stores import evict, inspect, ls, verify_store
-
-if TYPE_CHECKING:
-    from blendkv.demo import Demo, Round
 
 main = typer.Typer(
     name="blendkv",
@@ -43,7 +41,7 @@ bench.command()(streaming)
 bench.command()(loading)
 bench.command()(fairness)
 bench.command()(gateway)
-for _command in (precompute, calibrate, ls, inspect, evict, verify_store, serve, env):
+for _command in (demo, precompute, calibrate, ls, inspect, evict, verify_store, serve, env):
     main.command()(_command)
 
 
@@ -58,76 +56,6 @@ def _options(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
 ) -> None:
     """Start an unmodified model.generate from cached, re-ordered and repaired key/value chunks."""
-
-
-# -- demo -------------------------------------------------------------------------------------------------------------
-
-
-@main.command()
-def demo(
-    model: Annotated[str, typer.Option(help="Hub id, folder, GGUF file, or `bundled`.")] = "bundled",
-    ratio: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of chunk tokens recomputed.")] = 0.15,
-    passages: Annotated[int, typer.Option(min=3, max=12, help="Passages in the prompt.")] = 12,
-    as_json: Json = False,
-) -> None:
-    """Ask a real model three questions about a dozen passages, each computed once and then put in any order."""
-    import time
-
-    begin = time.perf_counter()
-    with work(as_json):
-        typer.echo(f"Loading {model} ...", err=True)
-        from blendkv.demo import Demo, sentence
-
-        shown = Demo(*load(model), ratio=ratio, passages=passages, progress=True)
-        load_s = time.perf_counter() - begin
-        prefill_s = shown.prefill()
-        if not as_json:
-            typer.echo(
-                f"{len(shown.passages)} passages ({shown.tokens:,} tokens) computed once in {prefill_s:.1f} s, each "
-                f"alone after the system prompt, and kept ({shown.bytes / 2**20:.0f} MiB). Each question gets them in "
-                "a new order.\n"
-            )
-        rounds = []
-        for number, done in enumerate(shown.rounds(), 1):
-            rounds.append(done)
-            if not as_json:
-                _print_round(number, done)
-        said = sentence(rounds)
-    total_s = time.perf_counter() - begin
-    if as_json:
-        print_json(_demo_json(shown, rounds, said, {"load_s": load_s, "prefill_s": prefill_s, "total_s": total_s}))
-        return
-    typer.echo(f"The report of the last blend:\n\n{rounds[-1].replies[-1].report}\n\n{said}")
-    typer.echo(f"({total_s:.0f} s in all, {load_s:.0f} s of it loading)", err=True)
-
-
-def _print_round(number: int, done: Round) -> None:
-    title = f"{number}. {done.question.question} ({done.prompt_tokens:,} prompt tokens, {done.order[0]} first)"
-    rows = [
-        [
-            reply.method,
-            reply.answer.replace("\n", " "),
-            f"{reply.ttft_s:.2f} s",
-            f"{reply.speedup:.1f}x",
-            f"{reply.recomputed:.0%}",
-            f"{reply.kl:.3f}",
-        ]
-        for reply in done.replies
-    ]
-    print_table(["method", "answer", "TTFT", "speed-up", "recomputed", "KL (nats)"], rows, title, wrap=("answer",))
-    typer.echo("")
-
-
-def _demo_json(shown: Demo, rounds: list[Round], said: str, seconds: dict[str, float]) -> dict[str, Any]:
-    return {
-        "ratio": shown.ratio,
-        "passages": len(shown.passages),
-        "chunk_tokens": shown.tokens,
-        "chunk_bytes": shown.bytes,
-        **seconds,
-        "questions": [done.to_dict() for done in rounds],
-        "summary": said,
-    }
 
 
 # -- verify -----------------------------------------------------------------------------------------------------------

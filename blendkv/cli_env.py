@@ -14,7 +14,7 @@ from blendkv._options import Json
 PACKAGES = (
     "blendkv", "torch", "transformers", "accelerate", "tokenizers", "huggingface_hub", "safetensors", "numpy", "numba",
     "triton", "flash-attn", "xxhash", "fsspec", "s3fs", "redis", "starlette", "uvicorn", "langchain-core",
-    "llama-index-core", "haystack-ai", "gguf", "peft", "torchao", "bitsandbytes",
+    "llama-index-core", "haystack-ai", "gradio", "gguf", "peft", "torchao", "bitsandbytes",
 )  # fmt: skip
 SWITCHES = ("BLENDKV_HOME", "BLENDKV_GRAPHS", "BLENDKV_KERNELS", "BLENDKV_DEBUG", "HF_HUB_OFFLINE", "OMP_NUM_THREADS")
 

@@ -11,12 +11,12 @@ import typer
 
 from blendkv._console import work
 from blendkv._options import one_of, read_size
+from blendkv.sockets import LOOPBACK, listen
 
 if TYPE_CHECKING:
     from blendkv.stores.base import Store
     from blendkv.stores.catalog import Centre
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _PACKAGES = ("httptools", "prometheus_client", "starlette", "uvicorn")
 _VALKEY = ("redis", "rediss", "valkey", "valkeys")
 
@@ -89,7 +89,7 @@ def serve(
         _require_packages()
         from blendkv.serving.limits import Limits
         from blendkv.serving.logs import Log
-        from blendkv.serving.server import GatewayServer, Settings, listen
+        from blendkv.serving.server import GatewayServer, Settings
         from blendkv.serving.tokens import Tokens
 
         told = _check_tls(ssl_certfile, ssl_keyfile)

@@ -122,3 +122,22 @@ def test_budget_bounds(attached):
     assert spent[-1] == pytest.approx(1.0)
     assert spent == sorted(spent)
     assert 0.25 < spent[1] < 0.6  # layer 0 is full: a quarter, and the probe
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("selector", ["hkvd", "boundary"])
+def test_which_tokens_were_recomputed(attached, ratio, selector):
+    """As many as the report counts, chunk tokens all of them, and those whose keys are not the stored ones."""
+    model = attached()
+    case = make_case(model)
+    reuse, cache = BlendedCache(case.caches, 0.0), BlendedCache(case.caches, ratio, selector)
+    assert cache.recomputed == []
+    run(model, case.ids, reuse)
+    run(model, case.ids, cache)
+    (rows,) = cache.recomputed
+    in_chunks = {s + i for s, chunk in zip(case.starts, case.chunks, strict=True) for i in range(len(chunk))}
+    assert len(rows) == cache.report.layers[-1].recomputed
+    assert set(rows.tolist()) <= in_chunks
+    differ = (cache.layers[-1].keys != reuse.layers[-1].keys)[0].any(0).any(-1).nonzero()[:, 0].tolist()
+    assert [row for row in differ if row in in_chunks] == rows.tolist()
+    assert cache.fork().recomputed == []

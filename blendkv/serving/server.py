@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import uvicorn
 
-from blendkv.errors import StoreError
 from blendkv.loading.queues import DEFAULT_POLICY
 from blendkv.loading.scheduler import TransferScheduler
 from blendkv.serving.app import Gateway
@@ -23,10 +20,10 @@ from blendkv.serving.metrics import Metrics
 from blendkv.serving.names import Names
 from blendkv.serving.protocol import guarded
 from blendkv.serving.tokens import Tokens
+from blendkv.sockets import BACKLOG
 from blendkv.stores.base import Store
 from blendkv.stores.catalog import Centre
 
-BACKLOG = 1024
 GRACE_SECONDS = 5
 
 
@@ -59,36 +56,6 @@ class Settings:
     log: Log = field(default_factory=Log)
     certificate: str | None = None
     certificate_key: str | None = None
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0 takes a free one.
-
-    Raises:
-        StoreError: if it cannot be had, in one sentence.
-    """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise StoreError(f"--host {host}: {error.strerror or error}; 127.0.0.1 is this machine alone") from error
-    family, kind, protocol, _, address = found[0]
-    made = socket.socket(family, kind, protocol)
-    try:
-        if os.name == "posix":
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-        made.listen(BACKLOG)
-    except OSError as error:
-        made.close()
-        if error.errno == errno.EADDRINUSE:
-            advice = "somebody listens there already; choose another one with --port (0 takes a free one)"
-        elif error.errno == errno.EACCES:
-            advice = "this user may not; choose one above 1023 with --port"
-        else:
-            advice = f"{error.strerror or error}; look at --host and --port"
-        raise StoreError(f"cannot listen on port {port} of {host}: {advice}") from error
-    made.setblocking(False)
-    return made
 
 
 class GatewayServer:

@@ -15,8 +15,9 @@ from typing import Any
 from blendkv.chunkfile import encode_chunk
 from blendkv.serving.limits import Limits
 from blendkv.serving.logs import Log
-from blendkv.serving.server import GatewayServer, Settings, listen
+from blendkv.serving.server import GatewayServer, Settings
 from blendkv.serving.tokens import Tokens
+from blendkv.sockets import listen
 from blendkv.stores import DiskStore
 from tests.chunks import make_chunk
 
