@@ -175,6 +175,17 @@ def _opentelemetry(world: World) -> Generator[None]:
     yield
 
 
+@contextmanager
+def _page(world: World) -> Generator[None]:
+    from blendkv.web.running import Comparison
+    from tests.web.serving import served
+
+    comparison = Comparison(world.scope["model"], world.scope["tokenizer"], str(world.folder / "page"))
+    with comparison.library, served(comparison) as address:
+        world.instead["http://127.0.0.1:7860"] = address
+        yield
+
+
 def _has_valkey() -> bool:
     if find_spec("redis") is None:
         return False
@@ -187,6 +198,7 @@ NEEDS: dict[str, tuple[Callable[[World], Any], Callable[[], bool]]] = {
     "valkey": (_valkey, _has_valkey),
     "s3": (_s3, lambda: find_spec("s3fs") is not None and find_spec("moto") is not None),
     "gateway": (_gateway, lambda: all(map(find_spec, ("aiohttp", "starlette", "uvicorn", "prometheus_client")))),
+    "page": (_page, lambda: find_spec("gradio") is not None),
     "profile": (_profile, lambda: True),
     "hub": (_hub, lambda: True),
     "prometheus": (_prometheus, lambda: find_spec("prometheus_client") is not None),

@@ -157,8 +157,22 @@ def _counted(world, printed):
     assert 'blendkv_prompts_total{library="support"} 1.0' in printed
 
 
+def _compared(world, printed):
+    assert world.scope["result"]["methods"]
+
+
+def _loaded(world, printed):
+    """With a target every chunk is there, or computed; the store of the levels writes three beside each chunk."""
+    levels = world.scope["inputs"].report.loading.levels
+    assert set(levels.values()) <= {"raw", "text"}
+    assert len(levels) >= len(world.scope["documents"])
+    assert len(world.scope["tiers"].levels) == 3
+
+
 AFTER = {
     "guides/codecs": _coded,
+    "guides/demo-page": _compared,
+    "guides/loading": _loaded,
     "guides/serving": _served,
     "guides/stores": _kept,
     "guides/streaming": _streamed,

@@ -56,6 +56,7 @@ EXTRAS = {
         ("integrations.langchain_chat", "integrations.langchain_messages", "integrations.langchain_retriever"),
     ),
     "llama-index": Extra(("llama_index",), ("integrations.llama_index",)),
+    "notebooks": Extra(("gguf", "ipykernel", "langchain_core", "matplotlib")),
     "redis": Extra(
         ("redis",),
         ("stores.valkey", "stores.valkey_centre"),
@@ -71,6 +72,7 @@ EXTRAS = {
         {SERVE: ("httptools", "prometheus_client", "starlette", "uvicorn"), INSPECT: ("aiohttp",)},
     ),
     "telemetry": Extra(("opentelemetry", "prometheus_client")),
+    "web": Extra(("gradio",), inner=("web.page", "web.server"), commands=("demo --web --port 0",)),
 }
 """The extras of pyproject.toml."""
 NO_EXTRA = {"triton": tuple(f"kernels.{name}" for name in ("attention", "klt", "mass", "placing", "rans", "rows"))}
