@@ -44,7 +44,7 @@ class Level:
 
 def name_of(codec: Codec) -> str:
     """A level's name for people."""
-    if not codec.profile_hash and codec.level == 0:
+    if not codec.profile_hash and codec.level == (codec.name == "raw"):  # raw's usual level is 1
         return codec.name
     streams = chosen_streams(codec)
     return f"{codec.name}@{codec.level}" + (f"+{streams}" if streams > 1 else "")
