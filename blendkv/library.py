@@ -29,6 +29,7 @@ from blendkv.loading.controller import Controller
 from blendkv.loading.guided import Guided
 from blendkv.loading.pipeline import TEXT, Pipeline
 from blendkv.loading.progress import Progress
+from blendkv.loading.sparing import Sparing
 from blendkv.pace import seconds_to_compute
 from blendkv.prefilling import BATCH_TOKENS, prefill
 from blendkv.pretrained import PretrainedMixin
@@ -305,10 +306,12 @@ class ChunkLibrary(PretrainedMixin):
         wanted = [
             (piece, conditioning if piece.kind == "chunk" else ()) for piece in prompt.pieces if piece.kind != "text"
         ]
-        road = self._road(len(prompt.ids), report, options)
+        road = self._road(prompt.ids, wanted, report, options)
         return self._from_store(wanted, report, options["strict"], self.on_miss == "prefill", road)
 
-    def _road(self, tokens: int, report: BlendReport, options: dict[str, Any]) -> Road | None:
+    def _road(
+        self, ids: Sequence[int], wanted: Sequence[Wanted], report: BlendReport, options: dict[str, Any]
+    ) -> Road | None:
         """How chunks of a prompt are fetched while it computes, if that can be; options get the ratio chosen."""
         attachment = attachment_of(self.model)
         if self.pipeline is None or options["strict"] or attachment.masks != "lazy":
@@ -316,8 +319,11 @@ class ChunkLibrary(PretrainedMixin):
         selector, report.loading = get_selector(options["selector"]), Progress()
         # asked once the controller has chosen a ratio: at ratio 0 the first layer is read, else often not
         given: dict[str, Any] = {"first": lambda: BlendedCache((), **options).reads_from, "progress": report.loading}
+        pieces = {self._key(piece, before): (piece.ids, before) for piece, before in wanted}
+        layers, computes = len(attachment.facts.rotations), self.on_miss == "prefill"
+        given["spare"] = Sparing(ids, pieces, options, layers, computes)
         if self.controller is not None:
-            guided = Guided(self.controller, attachment, tokens, selector, options, report)
+            guided = Guided(self.controller, attachment, len(ids), selector, options, report)
             given |= {"choose": guided.choose}
             report.loading.on_loaded = guided.learn
         return partial(self.pipeline.fetch, **given)

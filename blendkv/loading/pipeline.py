@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from blendkv.errors import ChunkFileError
@@ -22,6 +23,7 @@ from blendkv.loading.controller import Offer
 from blendkv.loading.progress import Progress
 from blendkv.loading.scheduler import Lane, TransferScheduler, shared_scheduler
 from blendkv.loading.sources import Absent, StoreSource
+from blendkv.loading.sparing import LEAST_GAP, Spare, gaps, tokens_of
 from blendkv.loading.transfer import Attempt, Incoming, Transfer, cut
 from blendkv.stores import Budget, Store, TieredStore
 from blendkv.stores.breaker import Breaker
@@ -50,6 +52,9 @@ class Pipeline:
         piece_bytes: see `PIECE_BYTES`.
         ahead: see `AHEAD`.
         whole_bytes: see `WHOLE_BYTES`.
+        least_gap: see `sparing.LEAST_GAP`.
+        rest: whether tokens that were left out of a chunk come after everything else, so that memory and nearer stores
+            can keep it. Without, such a chunk is kept nowhere: the next prompt reads it from its store again.
     """
 
     def __init__(
@@ -59,9 +64,12 @@ class Pipeline:
         piece_bytes: int = PIECE_BYTES,
         ahead: int = AHEAD,
         whole_bytes: int = WHOLE_BYTES,
+        least_gap: int = LEAST_GAP,
+        rest: bool = True,
     ) -> None:
         self.tiers, self._scheduler = tiers, scheduler
         self.piece_bytes, self.ahead, self.whole_bytes = piece_bytes, ahead, whole_bytes
+        self.least_gap, self.rest = least_gap, rest
         self.breakers = [Breaker() for _ in tiers.stores]
         """One a store: prompt after prompt that went on without it leaves it alone for a while."""
 
@@ -73,6 +81,7 @@ class Pipeline:
         first: int | Callable[[], int] = 0,
         choose: Choose | None = None,
         progress: Progress | None = None,
+        spare: Spare | None = None,
     ) -> list[Fetched]:
         """Chunks as `TieredStore.fetch` gives them, those from stores while they are still on their way.
 
@@ -86,6 +95,7 @@ class Pipeline:
             choose: is told of all chunks that are there before the first of their layers is fetched, and names keys of
                 those that had better be computed from their text.
             progress: is told what has come.
+            spare: is told of all chunks that will be used, and says what will not be read of them: that is left out.
 
         Returns:
             One a key; without a chunk, and with `TEXT` as tier, where `choose` named it.
@@ -128,12 +138,30 @@ class Pipeline:
         if coming:
             order = {key: i for i, key in enumerate(wanted)}
             coming.sort(key=lambda item: order[item.key])
-            pieces = cut(coming, first if isinstance(first, int) else first(), self.piece_bytes)
-            transfer = Transfer(tiers, lane, pieces, homes, self.ahead, progress or Progress())
+            progress = progress or Progress()
+            begin = first if isinstance(first, int) else first()
+            if spare is not None:
+                self._leave_out(coming, spare({k: got.chunk for k, got in found.items()}), begin, progress)
+            pieces = cut(coming, begin, self.piece_bytes, self.rest)
+            transfer = Transfer(tiers, lane, coming, pieces, homes, self.ahead, progress)
             for item in coming:
                 weakref.finalize(found[item.key].chunk, transfer.let_go)
             transfer.begin()
         return [found.get(key, Fetched(None)) for key in keys]
+
+    def _leave_out(
+        self, coming: Sequence[Incoming], spare: Mapping[str, np.ndarray], first: int, progress: Progress
+    ) -> None:
+        """Groups of tokens that will not be read are not fetched; layers before the first come last as they are."""
+        for item in coming:
+            if (unread := spare.get(item.key)) is None:
+                continue
+            found = gaps(item.file, unread, self.least_gap)
+            layers = item.file.header.layers_of
+            groups = {unit: those for unit, those in found.items() if layers(unit).stop > first}
+            tokens = [tokens_of(item.file, those) for those in groups.values()]
+            if groups:
+                progress.leave_out(int(np.logical_or.reduce(tokens).sum()), item.leave_out(groups))
 
     def _opened(
         self,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from blendkv.loading.arriving import LATE, Arrival
 from blendkv.loading.progress import Progress
 from blendkv.loading.scheduler import Lane
 from blendkv.loading.sources import Absent, StoreSource
+from blendkv.loading.sparing import tokens_of
 from blendkv.stores import Store, TieredStore
 from blendkv.stores.breaker import Breaker
 
@@ -66,6 +69,7 @@ class Incoming:
         fields: of the chunk, besides keys and values.
         attempt: of its prompt on that store.
         arrival: of its layers.
+        left_out: groups of tokens of each unit that the prompt will not read.
     """
 
     key: str
@@ -76,20 +80,67 @@ class Incoming:
     fields: dict[str, Any]
     attempt: Attempt
     arrival: Arrival = field(init=False)
+    left_out: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    has_come: bool = False
+    was_kept: bool = False
 
     def __post_init__(self) -> None:
         """Nothing has come yet."""
-        self.arrival = Arrival(len(self.file.header.layers))
+        self.arrival = Arrival(self.file.header)
+
+    def leave_out(self, groups: Mapping[int, frozenset[int]]) -> int:
+        """Groups of tokens of units are fetched only if somebody wants them; says how many bytes they have."""
+        self.left_out = groups
+        for unit, those in groups.items():
+            for layer in self.file.header.layers_of(unit):
+                self.arrival.leave_out(layer, tokens_of(self.file, those))
+        return sum(self.bytes_of(unit, those) for unit, those in groups.items())
+
+    def bytes_of(self, unit: int, groups: Collection[int] | None = None) -> int:
+        """Bytes of a unit in the file; of some groups of tokens, or of all."""
+        return self.file.run_bytes(self.file.runs(range(unit, unit + 1), groups))
+
+    def others(self, unit: int) -> frozenset[int] | None:
+        """Groups of a unit that are not left out; None for all."""
+        if (left := self.left_out.get(unit)) is None:
+            return None
+        header = self.file.header
+        return frozenset(range(header.unit_segments // header.arrangement.parts)) - left
+
+    def came(self) -> None:
+        """All that the prompt wanted is there; counted once."""
+        if not self.has_come:
+            self.has_come = True
+            self.attempt.came()
+
+    def is_kept(self) -> bool:
+        """Whether it is for the caller, the first, to keep what is whole."""
+        kept, self.was_kept = self.was_kept, True
+        return not kept
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Units of a file that are fetched with one request a stream; `wanted` by this prompt, or only for the next."""
+    """Units of a file that are fetched with one request for each run of segments.
+
+    Attributes:
+        of: the file.
+        units: that follow each other.
+        nbytes: of it.
+        wanted: by this prompt, or only for the next.
+        groups: of tokens; None: all.
+    """
 
     of: Incoming
     units: range
     nbytes: int
     wanted: bool
+    groups: frozenset[int] | None = None
+
+    @property
+    def is_rest(self) -> bool:
+        """Whether it is what was left out before."""
+        return not self.wanted and self.groups is not None
 
 
 class Transfer:
@@ -98,6 +149,7 @@ class Transfer:
     Args:
         tiers: that keep what has come.
         lane: the prompt's way to transfer slots.
+        items: files of the prompt.
         pieces: in the order in which they are wanted.
         homes: device of each layer, or one for all.
         ahead: pieces under way or waiting for a slot.
@@ -108,6 +160,7 @@ class Transfer:
         self,
         tiers: TieredStore,
         lane: Lane,
+        items: Sequence[Incoming],
         pieces: Sequence[Piece],
         homes: Sequence[torch.device],
         ahead: int,
@@ -115,11 +168,18 @@ class Transfer:
     ) -> None:
         self._tiers, self._lane, self._homes, self._ahead = tiers, lane, homes, ahead
         self._left, self._progress = deque(pieces), progress
-        self._users = [None] * len({id(piece.of) for piece in pieces})
+        self._items, self._users, self._pid = items, [None] * len(items), os.getpid()
+        self._asked: set[tuple[int, int]] = set()
+        self._lock = threading.Lock()
+        for item in items:
+            item.arrival.on_wanted = partial(self._want, item)
 
     def begin(self) -> None:
         """Hands in the first pieces."""
         self._progress.begin(sum(piece.wanted for piece in self._left))
+        for item in self._items:
+            if item.arrival.has_come:  # all of it was left out
+                item.came()
         for _ in range(self._ahead):
             self._next()
 
@@ -131,7 +191,30 @@ class Transfer:
         self._users.pop()
         if not self._users:
             self._left.clear()
-            self._lane.abandon()
+            if self._pid == os.getpid():
+                self._lane.abandon()
+
+    def _want(self, item: Incoming, layer: int) -> None:
+        """Somebody waits for what was left out of a layer: it is fetched before anything that is not under way yet."""
+        unit = item.file.header.unit_of(layer)
+        if item.arrival.failed or not self._mine(item, unit):
+            return
+        groups = item.left_out[unit]
+        piece = Piece(item, range(unit, unit + 1), item.bytes_of(unit, groups), False, groups)
+        self._progress.asked_for(piece.nbytes)
+        try:
+            future = self._lane.submit(self._bring, piece, cost_bytes=piece.nbytes)
+        except RuntimeError:  # the scheduler was closed
+            self._lost(item, "cancelled")
+            return
+        future.add_done_callback(lambda done: self._lost(item, "cancelled") if done.cancelled() else None)
+
+    def _mine(self, item: Incoming, unit: int) -> bool:
+        """Whether nobody has asked for the rest of a unit before."""
+        with self._lock:
+            asked = (id(item), unit) in self._asked
+            self._asked.add((id(item), unit))
+            return not asked
 
     def _next(self, before: Piece | None = None, done: Future | None = None) -> None:
         if before is not None and done is not None and done.cancelled() and self._users:
@@ -148,28 +231,37 @@ class Transfer:
         future.add_done_callback(partial(self._next, piece))
 
     def _pop(self) -> Piece | None:
-        try:
-            return self._left.popleft()
-        except IndexError:
-            return None
+        """The next piece that is still of use."""
+        while True:
+            try:
+                piece = self._left.popleft()
+            except IndexError:
+                return None
+            if piece.of.arrival.failed:
+                continue
+            if not piece.is_rest or self._mine(piece.of, piece.units.start):
+                return piece
 
     def _bring(self, piece: Piece) -> None:
         """Fetches, checks, decodes and hands over; no fault of a store or a file raises."""
         item = piece.of
-        if not self._users:
+        if not self._users or item.arrival.failed:
             return
         try:
-            states = item.file.units(piece.units)
+            states = item.file.units(piece.units, groups=piece.groups)
             first = item.file.header.layers_of(piece.units.start).start
             self._progress.came(item.store.url, piece.nbytes, piece.wanted)
-            if item.arrival.deliver(first, *self._at_home(states, first)):
-                item.attempt.came()
+            tokens = None if piece.groups is None else tokens_of(item.file, piece.groups)
+            item.arrival.deliver(first, *self._at_home(states, first), tokens)
+            if item.arrival.has_come:
+                item.came()
+            if item.arrival.is_whole and item.is_kept():
                 self._keep(item)
         except ChunkFileError as error:
             if self._lost(item, error.reason) and not self._is_good(item):
                 self._tiers.discard(item.store, item.key, error.bare())
-        except Absent:
-            self._lost(item, LATE)
+        except Absent as error:
+            self._lost(item, error.why or LATE)
         except Exception as error:
             self._lost(item, f"error ({type(error).__name__})")
 
@@ -211,13 +303,16 @@ class Transfer:
             self._tiers.keep(item.level, item.key, chunk, item.source.whole())
 
 
-def cut(coming: Sequence[Incoming], first: int, piece_bytes: int) -> list[Piece]:
+def cut(coming: Sequence[Incoming], first: int, piece_bytes: int, rest: bool = True) -> list[Piece]:
     """Files as pieces, in the order in which a blend wants them.
 
     Args:
         coming: files, in prompt order.
         first: the first layer that is wanted; those before it come last.
-        piece_bytes: most bytes of a piece, unless one unit has more.
+        piece_bytes: most bytes of a piece, unless one unit has more. A unit of which something is left out is a piece of
+            its own, since it does not follow the one before.
+        rest: whether what is left out comes last, with layers before the first. Without, files of which something is
+            left out bring only what is wanted.
 
     Returns:
         Pieces by layer, then by file.
@@ -230,20 +325,32 @@ def cut(coming: Sequence[Incoming], first: int, piece_bytes: int) -> list[Piece]
         for units, into in ((range(begin, header.units), pieces), (range(begin), late_ones)):
             runs = _runs(item, units, piece_bytes, wanted=into is pieces)
             into += [(piece.units.start, number, piece) for piece in runs]
+        if not item.left_out:
+            continue
+        for unit, groups in item.left_out.items():
+            left = Piece(item, range(unit, unit + 1), item.bytes_of(unit, groups), False, groups)
+            late_ones.append((unit, number, left))
+        if not rest:
+            late_ones = [entry for entry in late_ones if entry[1] != number]
     return [piece for group in (pieces, late_ones) for _, _, piece in sorted(group, key=lambda entry: entry[:2])]
 
 
 def _runs(item: Incoming, units: range, most: int, wanted: bool) -> list[Piece]:
-    """Consecutive units, as many together as are no more than so many bytes."""
+    """Consecutive units, as many together as are no more than so many bytes; those with gaps alone."""
     found: list[Piece] = []
     begin, size = units.start, 0
     for unit in units:
-        more = item.file.unit_bytes(unit)
-        if size and size + more > most:
+        groups, more = item.others(unit), item.file.unit_bytes(unit)
+        if size and (size + more > most or groups is not None):
             found.append(Piece(item, range(begin, unit), size, wanted))
             begin, size = unit, 0
-        size += more
-    return [*found, Piece(item, range(begin, units.stop), size, wanted)] if len(units) else found
+        if groups is None:
+            size += more
+            continue
+        if groups:
+            found.append(Piece(item, range(unit, unit + 1), item.bytes_of(unit, groups), wanted, groups))
+        begin = unit + 1
+    return [*found, Piece(item, range(begin, units.stop), size, wanted)] if begin < units.stop else found
 
 
 _STREAMS: dict[torch.device, Any] = {}
