@@ -71,7 +71,10 @@ def _give_up(blend: Blend, layer_idx: int, reasons: dict[int, str]) -> None:
     if blend.cache.strict:
         raise ChunkMissError(f"{len(reasons)} chunks did not come whole from their store: {why}")
     for at in reasons:
-        blend.report.unload(getattr(chunks[at], "tier", ""), len(chunks[at]))
+        tier = getattr(chunks[at], "tier", "")
+        blend.report.unload(tier, len(chunks[at]))
+        if reasons[at].startswith("error"):  # other faults were counted, or are none of the store
+            blend.report.note_faults({}, {tier: {"error": 1}})
     blend.plans[:] = [plan.without(reasons) for plan in blend.plans]
     blend.chosen = blend.still_of_chunks(blend.chosen)
     blend.forget()

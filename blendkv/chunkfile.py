@@ -229,7 +229,7 @@ class ChunkFile:
         return layers
 
     def runs(self, units: range, groups: Collection[int] | None = None, streams: int | None = None) -> list[range]:
-        """Numbers of the segments of units, of some groups of tokens or all, in runs that follow each other in the file.
+        """Numbers of the segments of units, of some groups of tokens or all, in runs without gaps in the file.
 
         Args:
             units: consecutive ones.

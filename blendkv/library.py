@@ -321,7 +321,7 @@ class ChunkLibrary(PretrainedMixin):
         given: dict[str, Any] = {"first": lambda: BlendedCache((), **options).reads_from, "progress": report.loading}
         pieces = {self._key(piece, before): (piece.ids, before) for piece, before in wanted}
         layers, computes = len(attachment.facts.rotations), self.on_miss == "prefill"
-        given["spare"] = Sparing(ids, pieces, options, layers, computes)
+        given["spare"] = Sparing(ids, pieces, options, layers, computes, report.notes)
         if self.controller is not None:
             guided = Guided(self.controller, attachment, len(ids), selector, options, report)
             given |= {"choose": guided.choose}

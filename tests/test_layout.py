@@ -21,9 +21,11 @@ stores.valkey stores.catalog stores.valkey_centre stores.http stores.http_centre
 stores.eviction stores.coding stores.opening stores.pool stores.writing stores.tiered stores.saved stores
 stores.upkeep stores.checking stores.inspection loading.queues loading.scheduler loading.sources loading.arriving
 loading loading.clocks loading.throughput loading.streaming loading.policies loading.levels loading.assembly
-loading.orders loading.handover loading.client attention mass cache facts plan choosing question buffers waits graphs norms
+loading.orders loading.handover loading.client attention mass cache facts plan
+choosing question buffers waits graphs norms
 blend catching decoding attachment hooks learning proof attaching layout conversation pace loading.costs
-loading.controller loading.progress loading.sparing loading.transfer loading.pipeline loading.guided prefilling loading.measuring
+loading.controller loading.progress
+loading.sparing loading.transfer loading.pipeline loading.guided prefilling loading.measuring
 scoring divergence guard manifest gathering hub sharing pretrained library documents precompute texts trials
 calibrating models contract testing passages bench bench.measure bench.scores bench.intervals bench.records
 bench.readers bench.synthetic bench.tasks bench.methods bench.shapes bench.prompts bench.gates bench.decode

@@ -1,4 +1,4 @@
-"""Tokens of chunks that are not loaded, since a prompt will compute them in any case: those that a selector knows ahead."""
+"""Tokens of chunks that are not loaded, since a selector knows ahead that the prompt will compute them."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ class Sparing:
         options: of its `BlendedCache`, as they are once a controller has chosen.
         layers: of the model.
         computes: whether a chunk that no store has is computed and kept before the prompt begins.
+        notes: told if a selector fails, which leaves nothing out.
         outputs: last rows of the prompt that are computed in any case; `generate` wants one.
     """
 
@@ -47,10 +48,12 @@ class Sparing:
         options: Mapping[str, Any],
         layers: int,
         computes: bool = True,
+        notes: list[str] | None = None,
         outputs: int = 1,
     ) -> None:
         self._ids, self._pieces, self._options = np.asarray(ids), pieces, options
         self._layers, self._computes, self._outputs = layers, computes, outputs
+        self._notes = [] if notes is None else notes
 
     def __call__(self, found: Found) -> Mapping[str, np.ndarray]:
         """What the prompt will not read.
@@ -61,6 +64,13 @@ class Sparing:
         Returns:
             See `Spare`; nothing, if the selector must see layers before it knows.
         """
+        try:
+            return self._spare(found)
+        except Exception as error:  # a plug-in's
+            self._notes.append(f"what the selector will not read could not be foreseen, so all is loaded: {error!r}")
+            return {}
+
+    def _spare(self, found: Found) -> Mapping[str, np.ndarray]:
         cache = BlendedCache((), **self._options)
         selector = cache.selector
         missing = [key for key in self._pieces if key not in found]

@@ -81,8 +81,8 @@ class Incoming:
     attempt: Attempt
     arrival: Arrival = field(init=False)
     left_out: Mapping[int, frozenset[int]] = field(default_factory=dict)
-    has_come: bool = False
-    was_kept: bool = False
+    _said: set[str] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         """Nothing has come yet."""
@@ -107,16 +107,12 @@ class Incoming:
         header = self.file.header
         return frozenset(range(header.unit_segments // header.arrangement.parts)) - left
 
-    def came(self) -> None:
-        """All that the prompt wanted is there; counted once."""
-        if not self.has_come:
-            self.has_come = True
-            self.attempt.came()
-
-    def is_kept(self) -> bool:
-        """Whether it is for the caller, the first, to keep what is whole."""
-        kept, self.was_kept = self.was_kept, True
-        return not kept
+    def is_news(self, what: str) -> bool:
+        """Whether nobody has said so before: pieces come in several threads."""
+        with self._lock:
+            known = what in self._said
+            self._said.add(what)
+            return not known
 
 
 @dataclass(frozen=True)
@@ -178,8 +174,7 @@ class Transfer:
         """Hands in the first pieces."""
         self._progress.begin(sum(piece.wanted for piece in self._left))
         for item in self._items:
-            if item.arrival.has_come:  # all of it was left out
-                item.came()
+            self._note(item)  # all of it may have been left out
         for _ in range(self._ahead):
             self._next()
 
@@ -198,6 +193,9 @@ class Transfer:
         """Somebody waits for what was left out of a layer: it is fetched before anything that is not under way yet."""
         unit = item.file.header.unit_of(layer)
         if item.arrival.failed or not self._mine(item, unit):
+            return
+        if not self._users:
+            self._lost(item, "cancelled")
             return
         groups = item.left_out[unit]
         piece = Piece(item, range(unit, unit + 1), item.bytes_of(unit, groups), False, groups)
@@ -253,10 +251,7 @@ class Transfer:
             self._progress.came(item.store.url, piece.nbytes, piece.wanted)
             tokens = None if piece.groups is None else tokens_of(item.file, piece.groups)
             item.arrival.deliver(first, *self._at_home(states, first), tokens)
-            if item.arrival.has_come:
-                item.came()
-            if item.arrival.is_whole and item.is_kept():
-                self._keep(item)
+            self._note(item)
         except ChunkFileError as error:
             if self._lost(item, error.reason) and not self._is_good(item):
                 self._tiers.discard(item.store, item.key, error.bare())
@@ -264,6 +259,13 @@ class Transfer:
             self._lost(item, error.why or LATE)
         except Exception as error:
             self._lost(item, f"error ({type(error).__name__})")
+
+    def _note(self, item: Incoming) -> None:
+        """Tells, once each, that all that the prompt wanted of a file is there, and that all of it is."""
+        if item.arrival.has_come and item.is_news("come"):
+            item.attempt.came()
+        if item.arrival.is_whole and item.is_news("whole"):
+            self._keep(item)
 
     def _is_good(self, item: Incoming) -> bool:
         """Whether a file is good when it is read at once: then parts of two were read, one after the other."""
@@ -309,8 +311,8 @@ def cut(coming: Sequence[Incoming], first: int, piece_bytes: int, rest: bool = T
     Args:
         coming: files, in prompt order.
         first: the first layer that is wanted; those before it come last.
-        piece_bytes: most bytes of a piece, unless one unit has more. A unit of which something is left out is a piece of
-            its own, since it does not follow the one before.
+        piece_bytes: most bytes of a piece, unless one unit has more. A unit of which something is left out is a piece
+            of its own, since it does not follow the one before.
         rest: whether what is left out comes last, with layers before the first. Without, files of which something is
             left out bring only what is wanted.
 
