@@ -15,7 +15,7 @@ from blendkv import flops
 from blendkv.attention import LazyMask, RowMask, blending
 from blendkv.buffers import Buffers, KernelBuffers
 from blendkv.cache import BlendedCache
-from blendkv.choosing import candidates_of, keep_best
+from blendkv.choosing import candidates_of, is_known_ahead, keep_best
 from blendkv.errors import CacheStateError, UnsupportedModelError
 from blendkv.facts import ModelFacts, kernels_unusable
 from blendkv.graphs import GraphPass
@@ -237,7 +237,8 @@ class Blend:
         None where nobody knows that yet: what is stored for all chunk tokens may be read. It is what `select` will
         choose, until `forget` is called.
         """
-        if self.asking or (self.wants_selection(layer_idx) and self.cache.selector.needs):
+        ahead = is_known_ahead(self.cache.selector, self.cache.schedule)
+        if self.asking or (self.wants_selection(layer_idx) and not ahead):
             return None
         if not self.wants_selection(layer_idx):
             return self.chosen if self.rows is not None else None

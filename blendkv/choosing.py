@@ -66,19 +66,27 @@ def keep_best(selector: Selector, candidates: Tensor, budget: int, view: Callabl
     return candidates[order[:budget]].sort().values
 
 
+def is_known_ahead(selector: Selector, schedule: Mapping[int, float]) -> bool:
+    """Whether it can be said which tokens are recomputed before any layer runs: positions and stored scores are enough.
+
+    Any selector will do where there is nothing to choose, at ratios 0 and 1.
+    """
+    return not selector.needs or not any(schedule.values())
+
+
 def foresee(plan: RowPlan, selector: Selector, schedule: Mapping[int, float], length: int) -> dict[int, Tensor]:
     """By layer in front of which rows are dropped, prompt indices of the chunk tokens that are computed from there on.
 
     Args:
         plan: of the prompt.
-        selector: that needs nothing but positions and stored scores (`Selector.needs` is empty).
+        selector: that ranks tokens.
         schedule: layer -> share kept from there on, ascending.
         length: of the prompt in tokens.
 
     Raises:
-        ValueError: for a selector that must see layers first.
+        ValueError: for a selector that must see layers first (`is_known_ahead`).
     """
-    if selector.needs:
+    if not is_known_ahead(selector, schedule):
         raise ValueError(f"selector {selector.name!r} needs {', '.join(selector.needs)}: nobody knows its tokens ahead")
     kept, found = torch.from_numpy(np.flatnonzero(~plan.fresh)), {}
     for layer, share in schedule.items():

@@ -82,7 +82,20 @@ def _print(rows: list[dict[str, Any]]) -> None:
         return ""
 
     print_table(
-        ["link", "load/compute", "method", "ratio", "from text", "TTFT", "load", "compute", "KL", "predicted", ""],
+        [
+            "link",
+            "load/compute",
+            "method",
+            "ratio",
+            "from text",
+            "TTFT",
+            "load",
+            "compute",
+            "left out",
+            "KL",
+            "predicted",
+            "",
+        ],
         [
             [
                 f"{row['link_mb_s']:,.1f} MB/s",
@@ -93,6 +106,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
                 f"{row['ttft_s']:.3f} s",
                 f"{row['load_s']:.3f} s",
                 f"{row['compute_s']:.3f} s",
+                f"{row['left_out_bytes'] / 1e6:,.1f} MB",
                 f"{row['kl']:.4f}",
                 figure(row["predicted_s"], ".3f", " s"),
                 beside(row),

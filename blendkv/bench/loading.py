@@ -30,6 +30,7 @@ from blendkv.loading.guided import Guided
 from blendkv.loading.measuring import calibrate_machine, measure_source
 from blendkv.loading.pipeline import Pipeline
 from blendkv.loading.progress import Progress
+from blendkv.loading.sparing import Sparing
 from blendkv.report import BlendReport
 from blendkv.selectors import get_selector
 from blendkv.stores import Pool, RemoteStore, Store, TieredStore
@@ -52,6 +53,7 @@ class Run:
         ratio: that was recomputed.
         text: numbers of chunks that were computed from their text.
         predicted_s: what a controller predicted.
+        left_out_bytes: of tokens that the selector knew it would recompute, and that were not waited for.
     """
 
     ttft_s: float
@@ -60,6 +62,7 @@ class Run:
     ratio: float
     text: frozenset[int] = frozenset()
     predicted_s: float | None = None
+    left_out_bytes: int = 0
 
 
 @dataclass
@@ -105,8 +108,10 @@ class Bench:
         compute = self.forward([chunk for chunk in found if chunk is not None], ratio)[0]
         return Run(time.perf_counter() - begin, load, compute, ratio)
 
-    def pipelined(self, bandwidth: Bandwidth, ratio: float, controller: Controller | None = None) -> Run:
-        """Layers are computed while others are on their way."""
+    def pipelined(
+        self, bandwidth: Bandwidth, ratio: float, controller: Controller | None = None, leave_out: bool = True
+    ) -> Run:
+        """Layers are computed while others are on their way; with `leave_out`, without what is recomputed anyway."""
         tiers, progress, report = self.tiers(bandwidth), Progress(), BlendReport()
         options: dict[str, Any] = {"recompute_ratio": ratio, "selector": self.selector, "check_layers": None}
         report.loading, choose = progress, None
@@ -121,9 +126,12 @@ class Bench:
             )
             choose = guided.choose
         first = BlendedCache((), **options).reads_from
+        pieces = {chunk.key: (chunk.ids.tolist(), chunk.conditioning) for chunk in self.chunks}
+        layers = len(attachment_of(self.model).layers)
+        spare = Sparing(self.reference.case.ids[0].cpu(), pieces, options, layers) if leave_out else None
         begin = time.perf_counter()
-        fetch = Pipeline(tiers).fetch
-        found = fetch([chunk.key for chunk in self.chunks], first=first, choose=choose, progress=progress)
+        fetch = Pipeline(tiers, rest=False).fetch  # memory keeps nothing here
+        found = fetch([chunk.key for chunk in self.chunks], first=first, choose=choose, progress=progress, spare=spare)
         ratio = options["recompute_ratio"]
         chunks = [
             got.chunk if got.chunk is not None else MissingChunk(chunk.ids, got.tier or "absent")
@@ -134,7 +142,8 @@ class Bench:
         text = frozenset(i for i, chunk in enumerate(chunks) if isinstance(chunk, MissingChunk))
         decision = progress.decision
         predicted = None if decision is None else decision.ttft_s
-        return Run(ttft, progress.loaded_s or 0.0, seconds - waited, ratio, text, predicted)
+        left_out = progress.left_out_bytes
+        return Run(ttft, progress.loaded_s or 0.0, seconds - waited, ratio, text, predicted, left_out)
 
     def text(self, bandwidth: Bandwidth, ratio: float = 1.0) -> Run:
         """Nothing is loaded: full recompute."""
@@ -199,7 +208,8 @@ def loading_rows(
 
     Yields:
         A row a link and method: "sequential" and "pipeline" at the floor, "fixed" once for each setting,
-        "controller". `bound_s` of "pipeline" is 1.15 x max(load, compute) of "sequential" and its first layer.
+        "controller", and, where the selector knows its tokens ahead, "whole", the pipeline that loads them all the
+        same. `bound_s` of "pipeline" is 1.15 x max(load, compute) of "sequential" and its first layer.
     """
     example = synthetic(1, chunks)[0]
     case = lay_out(model, tokenizer, example, Cell(chunk_tokens=chunk_tokens))
@@ -242,6 +252,8 @@ def _rows_of(
         **{("fixed", r): lambda r=r: bench.pipelined(bandwidth, r) for r in ratios},
         ("text", 1.0): lambda: bench.text(bandwidth),
     }
+    if not get_selector(bench.selector).needs:  # else all is loaded in any case
+        methods["whole", floor] = lambda: bench.pipelined(bandwidth, floor, leave_out=False)
     runs: dict[tuple[str, float], list[Run]] = {at: [] for at in methods}
     for turn in range(repeats + 1):
         for at, run in methods.items():
@@ -266,6 +278,7 @@ def _rows_of(
             "text": len(last.text),
             "kl": bench.kl(last),
             "predicted_s": last.predicted_s,
+            "left_out_bytes": last.left_out_bytes,
             "bound_s": bound if method == "pipeline" else None,
             "best_fixed_s": best if method == "controller" else None,
         }

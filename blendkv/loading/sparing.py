@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from blendkv.cache import BlendedCache, Chunk
-from blendkv.choosing import never_read
+from blendkv.choosing import is_known_ahead, never_read
 from blendkv.chunk import ChunkCache, MissingChunk
 from blendkv.chunkfile import ChunkFile
 from blendkv.codecs import apart
@@ -74,7 +74,7 @@ class Sparing:
         cache = BlendedCache((), **self._options)
         selector = cache.selector
         missing = [key for key in self._pieces if key not in found]
-        if selector.needs or (selector.stored and missing and self._computes):
+        if not is_known_ahead(selector, cache.schedule) or (selector.stored and missing and self._computes):
             return {}
         chunks: list[Chunk] = []
         for key, (ids, conditioning) in self._pieces.items():

@@ -195,6 +195,22 @@ def test_selectors_that_must_see_layers_first_get_everything(attached, selector)
     assert not any(chunk.has_gaps for chunk in chunks)
 
 
+@pytest.mark.parametrize("selector", ["hkvd", "attention", "boundary"])
+def test_where_nothing_is_to_be_chosen_any_selector_will_do(attached, selector):
+    """Of a prompt that is computed in full nothing is loaded, of one that is reused in full everything."""
+    model = attached("llama")
+    case = make_case(model, LENGTHS)
+    for ratio in (1.0, 0.0):
+        options = {"selector": selector, "recompute_ratio": ratio}
+        store = stored(case.caches)
+        chunks, progress, _ = loaded(case, store, options, rest=False)
+        want = run(model, case.ids, BlendedCache(case.caches, **options), logits_to_keep=1).logits
+        assert torch.equal(run(model, case.ids, BlendedCache(chunks, **options), logits_to_keep=1).logits, want)
+        assert bool(store.reads) == (ratio == 0.0)
+        assert progress.asked_bytes == 0
+        assert (progress.left_out_tokens == sum(LENGTHS)) == (ratio == 1.0)
+
+
 @pytest.mark.parametrize("rest", [True, False])
 def test_only_whole_chunks_are_kept(attached, rest):
     """Memory and nearer stores get them once the rest has come, bit by bit, or not at all."""
