@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Self
 
@@ -250,13 +250,17 @@ class ChunkFile:
                         runs.append(range(number, number + 1))
         return runs
 
-    def run_bytes(self, runs: Iterable[range]) -> int:
-        """Bytes of runs of segments in the file."""
-        return sum(int(self.starts[run.stop] - self.starts[run.start]) for run in runs)
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """`[streams, units, parts, groups]` bytes of each segment of keys and values in the file; int64."""
+        header = self.header
+        lengths = np.diff(self.starts)[len(header.token_streams) :]
+        return lengths.reshape(header.arrangement.streams, header.units, header.arrangement.parts, -1)
 
-    def unit_bytes(self, unit: int) -> int:
-        """Bytes of a unit in the file, over all streams."""
-        return self.run_bytes(self.header.segments_of(unit, i) for i in range(self.header.arrangement.streams))
+    @cached_property
+    def unit_sizes(self) -> list[int]:
+        """Bytes of each unit in the file, over all streams."""
+        return self.sizes.sum((0, 2, 3)).tolist()
 
     def read(self, streams: int | None = None) -> ChunkCache:
         """The whole chunk; one ranged read.

@@ -25,7 +25,7 @@ loading.orders loading.handover loading.client attention mass cache facts plan
 choosing question buffers waits graphs norms
 blend catching decoding attachment hooks learning proof attaching layout conversation pace loading.costs
 loading.controller loading.progress
-loading.sparing loading.transfer loading.pipeline loading.guided prefilling loading.measuring
+loading.sparing loading.incoming loading.transfer loading.pipeline loading.guided prefilling loading.measuring
 scoring divergence guard manifest gathering hub sharing pretrained library documents precompute texts trials
 calibrating models contract testing passages bench bench.measure bench.scores bench.intervals bench.records
 bench.readers bench.synthetic bench.tasks bench.methods bench.shapes bench.prompts bench.gates bench.decode

@@ -50,9 +50,9 @@ class Arrival:
         self.on_wanted: Callable[[int], object] = lambda layer: None
         _ARRIVALS.add(self)
 
-    def leave_out(self, layer: int, tokens: np.ndarray) -> None:
-        """Tokens `[T]` (True) of a layer come only if somebody wants them; to be said before anything comes."""
-        self._left_out[layer] |= tokens
+    def leave_out(self, layers: Sequence[int], tokens: np.ndarray) -> None:
+        """Tokens `[T]` (True) of layers come only if somebody wants them; to be said before anything comes."""
+        self._left_out[layers] |= tokens
 
     @property
     def has_gaps(self) -> bool:

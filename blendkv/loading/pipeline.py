@@ -20,11 +20,12 @@ from blendkv.errors import ChunkFileError
 from blendkv.expanding import for_kernels
 from blendkv.loading.arriving import ArrivingChunk
 from blendkv.loading.controller import Offer
+from blendkv.loading.incoming import Attempt, Incoming, cut
 from blendkv.loading.progress import Progress
 from blendkv.loading.scheduler import Lane, TransferScheduler, shared_scheduler
 from blendkv.loading.sources import Absent, StoreSource
-from blendkv.loading.sparing import LEAST_GAP, Spare, gaps, tokens_of
-from blendkv.loading.transfer import Attempt, Incoming, Transfer, cut
+from blendkv.loading.sparing import LEAST_GAP, Spare, gaps
+from blendkv.loading.transfer import Transfer
 from blendkv.stores import Budget, Store, TieredStore
 from blendkv.stores.breaker import Breaker
 from blendkv.stores.deadline import remaining
@@ -159,9 +160,9 @@ class Pipeline:
             found = gaps(item.file, unread, self.least_gap)
             layers = item.file.header.layers_of
             groups = {unit: those for unit, those in found.items() if layers(unit).stop > first}
-            tokens = [tokens_of(item.file, those) for those in groups.values()]
             if groups:
-                progress.leave_out(int(np.logical_or.reduce(tokens).sum()), item.leave_out(groups))
+                progress.leave_out(*item.leave_out(groups))
+                item.source.keeps &= self.rest
 
     def _opened(
         self,

@@ -106,26 +106,30 @@ def gaps(file: ChunkFile, spare: np.ndarray, least: int = LEAST_GAP) -> dict[int
     header = file.header
     if not apart(file.codec) or spare.shape != (len(header.layers), header.tokens):
         return {}
-    size = header.arrangement.group_tokens
-    starts = np.arange(0, header.tokens, size)
-    found: dict[int, frozenset[int]] = {}
-    for unit in range(header.units):
+    streams, units, parts, groups = file.sizes.shape
+    starts = np.arange(groups) * header.arrangement.group_tokens
+    unread = np.logical_and.reduceat(spare, starts, axis=1)
+    alike: dict[bytes, list[int]] = {}  # there are few kinds of units
+    for unit in range(units):
         layers = header.layers_of(unit)
-        unread = np.logical_and.reduceat(spare[layers.start : layers.stop].all(0), starts)
-        left: set[int] = set()
-        for run in _runs(np.flatnonzero(unread).tolist()):
-            segments = file.runs(range(unit, unit + 1), run)
-            if file.run_bytes(segments) >= least * len(segments):
-                left.update(run)
-        if left:
-            found[unit] = frozenset(left)
+        alike.setdefault(unread[layers.start : layers.stop].all(0).tobytes(), []).append(unit)
+    found: dict[int, frozenset[int]] = {}
+    for pattern, those in alike.items():
+        runs = _runs(np.flatnonzero(np.frombuffer(pattern, bool)).tolist())
+        several = streams * (1 if len(runs) == 1 and len(runs[0]) == groups else parts)
+        worth = [(file.sizes[:, those, :, r.start : r.stop].sum((0, 2, 3)) >= least * several).tolist() for r in runs]
+        for choice in set(zip(*worth, strict=True)):
+            left = frozenset(group for run, is_left in zip(runs, choice, strict=True) if is_left for group in run)
+            mine = [unit for unit, own in zip(those, zip(*worth, strict=True), strict=True) if own == choice]
+            found |= dict.fromkeys(mine, left) if left else {}
     return found
 
 
 def tokens_of(file: ChunkFile, groups: frozenset[int]) -> np.ndarray:
     """`[T]` True for the tokens of some groups."""
-    header = file.header
-    return np.isin(np.arange(header.tokens) // header.arrangement.group_tokens, list(groups))
+    wanted = np.zeros(file.sizes.shape[3], bool)
+    wanted[list(groups)] = True
+    return np.repeat(wanted, file.header.arrangement.group_tokens)[: file.header.tokens]
 
 
 def _runs(numbers: Sequence[int]) -> list[range]:

@@ -5,138 +5,23 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
 from blendkv.chunk import ChunkCache
-from blendkv.chunkfile import ChunkFile
 from blendkv.errors import ChunkFileError
-from blendkv.loading.arriving import LATE, Arrival
+from blendkv.loading.arriving import LATE
+from blendkv.loading.incoming import Incoming, Piece
 from blendkv.loading.progress import Progress
 from blendkv.loading.scheduler import Lane
-from blendkv.loading.sources import Absent, StoreSource
+from blendkv.loading.sources import Absent
 from blendkv.loading.sparing import tokens_of
-from blendkv.stores import Store, TieredStore
-from blendkv.stores.breaker import Breaker
-
-
-class Attempt:
-    """One prompt's files from one store: late if the prompt went on without one, well if all of them came before that.
-
-    Args:
-        breaker: is told, once.
-    """
-
-    def __init__(self, breaker: Breaker) -> None:
-        self._breaker, self._left, self._over = breaker, 0, False
-
-    def begin(self, files: int) -> None:
-        """So many files are on their way; with none there is nothing against the store."""
-        self._left = files
-        if not files:
-            self._breaker.succeeded()
-
-    def came(self) -> None:
-        """One file is there."""
-        self._left -= 1
-        if not self._left and not self._over:
-            self._over = True
-            self._breaker.succeeded()
-
-    def late(self) -> None:
-        """The prompt went on without one."""
-        if not self._over:
-            self._over = True
-            self._breaker.failed()
-
-
-@dataclass(eq=False)
-class Incoming:
-    """A chunk file on its way.
-
-    Attributes:
-        key: of the chunk.
-        file: open over ranges of the store.
-        source: those ranges.
-        level: of the store among the tiers.
-        store: that has it.
-        fields: of the chunk, besides keys and values.
-        attempt: of its prompt on that store.
-        arrival: of its layers.
-        left_out: groups of tokens of each unit that the prompt will not read.
-    """
-
-    key: str
-    file: ChunkFile
-    source: StoreSource
-    level: int
-    store: Store
-    fields: dict[str, Any]
-    attempt: Attempt
-    arrival: Arrival = field(init=False)
-    left_out: Mapping[int, frozenset[int]] = field(default_factory=dict)
-    _said: set[str] = field(default_factory=set)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def __post_init__(self) -> None:
-        """Nothing has come yet."""
-        self.arrival = Arrival(self.file.header)
-
-    def leave_out(self, groups: Mapping[int, frozenset[int]]) -> int:
-        """Groups of tokens of units are fetched only if somebody wants them; says how many bytes they have."""
-        self.left_out = groups
-        for unit, those in groups.items():
-            for layer in self.file.header.layers_of(unit):
-                self.arrival.leave_out(layer, tokens_of(self.file, those))
-        return sum(self.bytes_of(unit, those) for unit, those in groups.items())
-
-    def bytes_of(self, unit: int, groups: Collection[int] | None = None) -> int:
-        """Bytes of a unit in the file; of some groups of tokens, or of all."""
-        return self.file.run_bytes(self.file.runs(range(unit, unit + 1), groups))
-
-    def others(self, unit: int) -> frozenset[int] | None:
-        """Groups of a unit that are not left out; None for all."""
-        if (left := self.left_out.get(unit)) is None:
-            return None
-        header = self.file.header
-        return frozenset(range(header.unit_segments // header.arrangement.parts)) - left
-
-    def is_news(self, what: str) -> bool:
-        """Whether nobody has said so before: pieces come in several threads."""
-        with self._lock:
-            known = what in self._said
-            self._said.add(what)
-            return not known
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Units of a file that are fetched with one request for each run of segments.
-
-    Attributes:
-        of: the file.
-        units: that follow each other.
-        nbytes: of it.
-        wanted: by this prompt, or only for the next.
-        groups: of tokens; None: all.
-    """
-
-    of: Incoming
-    units: range
-    nbytes: int
-    wanted: bool
-    groups: frozenset[int] | None = None
-
-    @property
-    def is_rest(self) -> bool:
-        """Whether it is what was left out before."""
-        return not self.wanted and self.groups is not None
+from blendkv.stores import TieredStore
 
 
 class Transfer:
@@ -190,22 +75,24 @@ class Transfer:
                 self._lane.abandon()
 
     def _want(self, item: Incoming, layer: int) -> None:
-        """Somebody waits for what was left out of a layer: it is fetched before anything that is not under way yet."""
-        unit = item.file.header.unit_of(layer)
-        if item.arrival.failed or not self._mine(item, unit):
+        """Somebody waits for what was left out of a layer: that of it, and of layers after it, is fetched now."""
+        first, item.rest_is_wanted = item.file.header.unit_of(layer), True
+        if item.spoilt or not self._users:
+            self._lost(item, item.spoilt or "cancelled")
             return
-        if not self._users:
-            self._lost(item, "cancelled")
+        if item.arrival.failed or not self._mine(item, first):
             return
-        groups = item.left_out[unit]
-        piece = Piece(item, range(unit, unit + 1), item.bytes_of(unit, groups), False, groups)
-        self._progress.asked_for(piece.nbytes)
-        try:
-            future = self._lane.submit(self._bring, piece, cost_bytes=piece.nbytes)
-        except RuntimeError:  # the scheduler was closed
-            self._lost(item, "cancelled")
-            return
-        future.add_done_callback(lambda done: self._lost(item, "cancelled") if done.cancelled() else None)
+        for unit, rest in item.rests.items():
+            if unit < first or (unit > first and not self._mine(item, unit)):
+                continue
+            self._progress.asked_for(rest.nbytes)
+            piece = Piece(item, range(unit, unit + 1), rest.nbytes, False, rest.groups)
+            try:
+                future = self._lane.submit(self._bring, piece, cost_bytes=piece.nbytes)
+            except RuntimeError:  # the scheduler was closed
+                self._lost(item, "cancelled")
+                return
+            future.add_done_callback(lambda done: self._lost(item, "cancelled") if done.cancelled() else None)
 
     def _mine(self, item: Incoming, unit: int) -> bool:
         """Whether nobody has asked for the rest of a unit before."""
@@ -235,7 +122,7 @@ class Transfer:
                 piece = self._left.popleft()
             except IndexError:
                 return None
-            if piece.of.arrival.failed:
+            if piece.of.arrival.failed or (piece.is_rest and piece.of.spoilt):
                 continue
             if not piece.is_rest or self._mine(piece.of, piece.units.start):
                 return piece
@@ -253,12 +140,23 @@ class Transfer:
             item.arrival.deliver(first, *self._at_home(states, first), tokens)
             self._note(item)
         except ChunkFileError as error:
-            if self._lost(item, error.reason) and not self._is_good(item):
+            if self._failed(piece, error.reason) and not self._is_good(item):
                 self._tiers.discard(item.store, item.key, error.bare())
         except Absent as error:
-            self._lost(item, error.why or LATE)
+            self._failed(piece, error.why or LATE)
         except Exception as error:
-            self._lost(item, f"error ({type(error).__name__})")
+            self._failed(piece, f"error ({type(error).__name__})")
+
+    def _failed(self, piece: Piece, why: str) -> bool:
+        """A piece did not come; whether that is news. What nobody wants yet leaves the prompt what it wants."""
+        item = piece.of
+        if not piece.is_rest:
+            return self._lost(item, why)
+        news = item.is_news("spoilt") and not item.arrival.failed
+        item.spoilt = item.spoilt or why
+        if item.rest_is_wanted:  # asked after it was set, so that one of two threads sees what the other says
+            self._lost(item, why)
+        return news
 
     def _note(self, item: Incoming) -> None:
         """Tells, once each, that all that the prompt wanted of a file is there, and that all of it is."""
@@ -303,56 +201,6 @@ class Transfer:
             keys, values = zip(*(item.arrival.states(layer) for layer in range(count)), strict=True)
             chunk = ChunkCache(keys=keys, values=values, **item.fields)
             self._tiers.keep(item.level, item.key, chunk, item.source.whole())
-
-
-def cut(coming: Sequence[Incoming], first: int, piece_bytes: int, rest: bool = True) -> list[Piece]:
-    """Files as pieces, in the order in which a blend wants them.
-
-    Args:
-        coming: files, in prompt order.
-        first: the first layer that is wanted; those before it come last.
-        piece_bytes: most bytes of a piece, unless one unit has more. A unit of which something is left out is a piece
-            of its own, since it does not follow the one before.
-        rest: whether what is left out comes last, with layers before the first. Without, files of which something is
-            left out bring only what is wanted.
-
-    Returns:
-        Pieces by layer, then by file.
-    """
-    late_ones: list[tuple[int, int, Piece]] = []
-    pieces: list[tuple[int, int, Piece]] = []
-    for number, item in enumerate(coming):
-        header = item.file.header
-        begin = header.unit_of(min(max(first, header.stored.start), header.stored.stop - 1))
-        for units, into in ((range(begin, header.units), pieces), (range(begin), late_ones)):
-            runs = _runs(item, units, piece_bytes, wanted=into is pieces)
-            into += [(piece.units.start, number, piece) for piece in runs]
-        if not item.left_out:
-            continue
-        for unit, groups in item.left_out.items():
-            left = Piece(item, range(unit, unit + 1), item.bytes_of(unit, groups), False, groups)
-            late_ones.append((unit, number, left))
-        if not rest:
-            late_ones = [entry for entry in late_ones if entry[1] != number]
-    return [piece for group in (pieces, late_ones) for _, _, piece in sorted(group, key=lambda entry: entry[:2])]
-
-
-def _runs(item: Incoming, units: range, most: int, wanted: bool) -> list[Piece]:
-    """Consecutive units, as many together as are no more than so many bytes; those with gaps alone."""
-    found: list[Piece] = []
-    begin, size = units.start, 0
-    for unit in units:
-        groups, more = item.others(unit), item.file.unit_bytes(unit)
-        if size and (size + more > most or groups is not None):
-            found.append(Piece(item, range(begin, unit), size, wanted))
-            begin, size = unit, 0
-        if groups is None:
-            size += more
-            continue
-        if groups:
-            found.append(Piece(item, range(unit, unit + 1), item.bytes_of(unit, groups), wanted, groups))
-        begin = unit + 1
-    return [*found, Piece(item, range(begin, units.stop), size, wanted)] if begin < units.stop else found
 
 
 _STREAMS: dict[torch.device, Any] = {}
