@@ -1,6 +1,8 @@
 """What a prompt will not read, and what is left out for that: against loops over tokens."""
 
 import random
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from blendkv.codecs import get_codec
 from blendkv.loading.sparing import Sparing, gaps, tokens_of
 from blendkv.plan import plan_row
 from blendkv.selectors import get_selector
+from tests.chunks import make_chunk
 from tests.drawn import SMALL, chunk_of, profile_of
 from tests.loading.test_sparing import ByChunk
 
@@ -127,3 +130,25 @@ def test_gaps_are_those_of_loops(seed):
         assert gaps(file, spare, least) == want
         for those in want.values():
             assert tokens_of(file, frozenset(those)).sum() == sum(min(size, count - g * size) for g in those)
+
+
+def test_the_table_of_the_guide():
+    """docs/guides/loading.md: keys and values of 8 heads of 128, six chunks behind a head."""
+    text = (Path(__file__).parents[2] / "docs/guides/loading.md").read_text()
+    told = re.findall(r"^\| ratio ([\d.]+) \| (\d+) \| ([\d.]+)% \|$", text, re.MULTILINE)
+    assert len(told) == 4
+    chunks = [make_chunk(tokens=512, layers=2, heads=8, key_dim=128, dtype=torch.bfloat16, seed=n) for n in range(6)]
+    files = [ChunkFile(encode_chunk(chunk)) for chunk in chunks]
+    ids = [7, *(token for chunk in chunks for token in chunk.ids.tolist()), *range(40)]
+    pieces = {chunk.key: (chunk.ids.tolist(), ()) for chunk in chunks}
+    for ratio, tokens, share in told:
+        options = {"selector": "boundary", "recompute_ratio": float(ratio)}
+        spare = Sparing(ids, pieces, options, 2)({chunk.key: chunk for chunk in chunks})
+        found = [gaps(file, spare[chunk.key]) for file, chunk in zip(files, chunks, strict=True)]
+        left = sum(
+            int(file.sizes[:, unit, :, list(groups)].sum())
+            for file, each in zip(files, found, strict=True)
+            for unit, groups in each.items()
+        )
+        assert f"{100 * left / sum(file.sizes.sum() for file in files):.1f}" == share
+        assert round(float(ratio) * 512) == int(tokens)
