@@ -81,16 +81,19 @@ class Raw:
             )
             return [keys], [values]
         both = [torch.empty(shape.heads, tokens, dim, dtype=dtype) for dim in dims]
-        rows = [out.view(torch.uint8).numpy() for out in both]
+        pieces: tuple[list[np.ndarray], list[np.ndarray]] = [], []
         for segment, start in zip(segments, range(0, tokens, group), strict=True):
             count = min(group, tokens - start)
+            halves = (None, None) if segment is None else _halves(segment, shape, count, dtype)
+            for each, half, dim in zip(pieces, halves, dims, strict=True):
+                size = (shape.heads, count, dim * dtype.itemsize)
+                each.append(np.zeros(size, np.uint8) if half is None else np.ndarray(size, np.uint8, half))
+        for out, each in zip(both, pieces, strict=True):
+            np.concatenate(each, axis=1, out=out.view(torch.uint8).numpy())
+        for segment, start in zip(segments, range(0, tokens, group), strict=True):
             if segment is None:
                 for out in both:
-                    out[:, start : start + count] = torch.nan
-                continue
-            for out, part in zip(rows, _halves(segment, shape, count, dtype), strict=True):
-                here = out[:, start : start + count]
-                here[:] = np.frombuffer(part, np.uint8, here.size).reshape(here.shape)
+                    out[:, start : start + group] = torch.nan
         return [both[0]], [both[1]]
 
     def _group(self, tokens: int) -> int:
@@ -112,7 +115,8 @@ def _halves(segment: memoryview, shape: LayerShape, tokens: int, dtype: torch.dt
     """Keys and values of a segment of level 1, each with its padding, which was looked at."""
     sizes = [shape.heads * tokens * dim * dtype.itemsize for dim in (shape.key_dim, shape.value_dim)]
     at = aligned(sizes[0])
-    if len(segment) != at + aligned(sizes[1]) or any(segment[sizes[0] : at]) or any(segment[at + sizes[1] :]):
+    end = at + sizes[1]
+    if len(segment) != aligned(end) or any(segment[sizes[0] : at]) or any(segment[end:]):
         raise _refused(segment, (shape.heads, tokens, (shape.key_dim, shape.value_dim)), dtype)
     return segment[:at], segment[at:]
 
