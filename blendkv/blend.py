@@ -15,6 +15,7 @@ from blendkv import flops
 from blendkv.attention import LazyMask, RowMask, blending
 from blendkv.buffers import Buffers, KernelBuffers
 from blendkv.cache import BlendedCache
+from blendkv.choosing import candidates_of, is_known_ahead, keep_best
 from blendkv.errors import CacheStateError, UnsupportedModelError
 from blendkv.facts import ModelFacts, kernels_unusable
 from blendkv.graphs import GraphPass
@@ -23,7 +24,6 @@ from blendkv.plan import RowPlan, chunks_per_row, plan_row, require_hits
 from blendkv.question import Enough, Question
 from blendkv.report import BlendReport, ChunkUse, LayerRows
 from blendkv.selectors import Candidates
-from blendkv.selectors.base import best_first, scores_of
 
 
 class Blend:
@@ -72,6 +72,7 @@ class Blend:
         self._padded = visible is not None
         self._narrowed: dict[int, tuple[Any, Any]] = {}
         self._probed: dict[int, int] = {}
+        self._ahead: dict[int, list[Tensor]] = {}
         self._open = ExitStack()
         self._outputs = min(cache.logits_to_keep or 1, self.length)
         ids = input_ids.cpu().numpy()
@@ -224,20 +225,8 @@ class Blend:
         """
         deviation = (None, None) if keys is None or values is None else self._deviation(layer_idx, keys, values)
         device = keys.device if keys is not None else self.ids.device
-        before, kept = self.rows, []
-        for b, plan in enumerate(self.plans):
-            candidates = self.chosen[b] if self.chosen else upload(np.flatnonzero(~plan.fresh), device)
-            budget = min(round(self.cache.schedule[layer_idx] * plan.chunk_tokens), len(candidates))
-            if not budget:
-                candidates = candidates[:0]
-            elif budget < len(candidates):
-                at = candidates if before is None else torch.searchsorted(before[b], candidates)
-                view = self._candidates(b, candidates, [None if d is None else d[b, at] for d in deviation])
-                order = best_first(scores_of(self.cache.selector, view))
-                if view.exact is not None:  # last, in the selector's order
-                    order = order[torch.sort(view.exact[order].int(), stable=True).indices]
-                candidates = candidates[order[:budget]].sort().values
-            kept.append(candidates)
+        before = self.rows
+        kept = self._ahead.pop(layer_idx, None) or self._best(layer_idx, device, deviation)
         self.chosen = kept
         fresh = [upload(np.flatnonzero(plan.fresh), device) for plan in self.plans]
         rows = [torch.cat(pair).sort().values for pair in zip(kept, fresh, strict=True)]
@@ -246,6 +235,41 @@ class Blend:
         now = torch.stack([left_pad(row, width) for row in rows])
         self.set_rows(now)
         return now if before is None else torch.searchsorted(before, now)
+
+    def chosen_at(self, layer_idx: int) -> list[Tensor] | None:
+        """For each batch row the chunk tokens that will be among the rows computed in a layer that is about to run.
+
+        None where nobody knows that yet: what is stored for all chunk tokens may be read. It is what `select` will
+        choose, until `forget` is called.
+        """
+        ahead = is_known_ahead(self.cache.selector, self.cache.schedule)
+        if self.asking or (self.wants_selection(layer_idx) and not ahead):
+            return None
+        if not self.wants_selection(layer_idx):
+            return self.chosen if self.rows is not None else None
+        if layer_idx not in self._ahead:
+            self._ahead[layer_idx] = self._best(layer_idx, self.ids.device)
+        return self._ahead[layer_idx]
+
+    def forget(self) -> None:
+        """The plans have changed, and with them what will be chosen."""
+        self._ahead.clear()
+
+    def _best(
+        self, layer_idx: int, device: torch.device, deviation: Sequence[Tensor | None] = (None, None)
+    ) -> list[Tensor]:
+        """For each batch row the chunk tokens, of those that are computed now, that are computed from a layer on."""
+        kept = []
+        for b, plan in enumerate(self.plans):
+            candidates = self.chosen[b] if self.chosen else upload(np.flatnonzero(~plan.fresh), device)
+
+            def view(b: int = b, candidates: Tensor = candidates) -> Candidates:
+                at = candidates if self.rows is None else torch.searchsorted(self.rows[b], candidates)
+                return self._candidates(b, candidates, [None if d is None else d[b, at] for d in deviation])
+
+            budget = round(self.cache.schedule[layer_idx] * plan.chunk_tokens)
+            kept.append(keep_best(self.cache.selector, candidates, budget, view))
+        return kept
 
     def wants_last_only(self, layer_idx: int) -> bool:
         """Whether nothing but keys and values is needed of most rows from this layer on: nobody reads their output."""
@@ -316,21 +340,11 @@ class Blend:
 
     def _candidates(self, b: int, rows: Tensor, deviation: Sequence[Tensor | None]) -> Candidates:
         plan, selector = self.plans[b], self.cache.selector
-        *spans, exact = upload(np.stack([*plan.spans(self.length), plan.exact]), rows.device)[:, rows]
-        k, v = deviation
-        stored = {name: plan.scores(name, self.length) for name in selector.stored}
-        for name, scores in stored.items():
-            if scores[torch.from_numpy(~plan.fresh)].isnan().any():
+        for name in selector.stored:
+            if plan.scores(name, self.length)[torch.from_numpy(~plan.fresh)].isnan().any():
                 self.report.remark(f"chunks without stored scores {name!r}: their tokens are recomputed last")
-        return Candidates(
-            rows,
-            *spans,
-            exact=exact.bool(),
-            k_deviation=k,
-            v_deviation=v,
-            scores={name: scores.to(rows.device)[rows] for name, scores in stored.items()},
-            attention=self._question.attention(b, rows) if self._question is not None else {},
-        )
+        attention = self._question.attention(b, rows) if self._question is not None else {}
+        return candidates_of(plan, selector, self.length, rows, *deviation, attention)
 
     def _deviation(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """`[B, S]` squared distances of fresh from stored keys and values, as far as the selector wants them."""

@@ -90,10 +90,11 @@ class Buffers:
             for b, plan in enumerate(self.plans):
                 for run in plan.runs:
                     here = slice(run[0][0].start, run[-1][0].stop)
-                    stored = _join([span.of(chunk.keys[layer_idx]) for span, chunk in run], device)
+                    parts = [tuple(map(span.of, chunk.states(layer_idx))) for span, chunk in run]
+                    stored = _join([keys for keys, _ in parts], device)
                     turn = None if angles is None else (angles[0][b : b + 1, :, here], angles[1][b : b + 1, :, here])
                     rotation.rotate(stored[None], turn, out=to_keys[b : b + 1, :, here])
-                    to_values[b, :, here] = _join([span.of(chunk.values[layer_idx]) for span, chunk in run], device)
+                    to_values[b, :, here] = _join([values for _, values in parts], device)
 
     def write_all(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
         """Writes fresh `[B, H, T, D]` states of every row; nothing stored is placed over them."""
@@ -263,7 +264,7 @@ class KernelBuffers(Buffers):
             if chunk.homes[layer_idx] in (None, self.devices[layer_idx]):
                 bases.append(chunk.addresses[layer_idx : layer_idx + 1])
                 continue
-            states = [t[layer_idx].to(self.devices[layer_idx], non_blocking=True) for t in (chunk.keys, chunk.values)]
+            states = [t.to(self.devices[layer_idx], non_blocking=True) for t in chunk.states(layer_idx)]
             moved.append(states)  # until the launch is queued
             bases.append(np.array([[(address(t), t.shape[2] * t.element_size()) for t in states]], np.int64))
         self._launch(range(layer_idx, layer_idx + 1), bases, whole=False)

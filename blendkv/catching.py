@@ -33,25 +33,57 @@ def gives_up(blend: Blend, layer_idx: int) -> bool:
     """
     if blend.until is not None or (blend.rows is None and not blend.wants_selection(layer_idx)):
         return False
+    given_up = False
+    while reasons := _lacking(blend, layer_idx):  # without a chunk others are chosen, and what they lack shows
+        _give_up(blend, layer_idx, reasons)
+        given_up = True
+    return given_up
+
+
+def _lacking(blend: Blend, layer_idx: int) -> dict[int, str]:
+    """By `id` of chunks of which what the layer reads will not come: why."""
     with blend.report.clock.stage("load"):
         chunks = {id(chunk): chunk for plan in blend.plans for _, chunk in plan.placed}
-        reasons = {at: why for at, chunk in chunks.items() if (why := chunk.lacks(layer_idx)) is not None}
-    if not reasons:
-        return False
+        reads = _reads(blend, layer_idx) if any(chunk.has_gaps for chunk in chunks.values()) else {}
+        lacking = {at: chunk.lacks(layer_idx, reads.get(at)) for at, chunk in chunks.items()}
+    return {at: why for at, why in lacking.items() if why is not None}
+
+
+def _reads(blend: Blend, layer_idx: int) -> dict[int, np.ndarray]:
+    """By `id` of chunks, `[tokens]` True where what is stored for the layer is read; nothing: all of it may be."""
+    chosen = blend.chosen_at(layer_idx)
+    if chosen is None:
+        return {}
+    reads: dict[int, np.ndarray] = {}
+    for plan, rows in zip(blend.plans, chosen, strict=True):
+        reused = ~plan.fresh
+        reused[rows.cpu().numpy()] = False
+        for span, chunk in plan.placed:
+            mine = reads.setdefault(id(chunk), np.zeros(len(chunk), bool))
+            mine[span.offset : span.offset + span.length] |= reused[span.start : span.stop]
+    return reads
+
+
+def _give_up(blend: Blend, layer_idx: int, reasons: dict[int, str]) -> None:
+    """Chunks are missed from here on: their tokens are computed."""
+    chunks = {id(chunk): chunk for plan in blend.plans for _, chunk in plan.placed}
     why = ", ".join(sorted(set(reasons.values())))
     if blend.cache.strict:
         raise ChunkMissError(f"{len(reasons)} chunks did not come whole from their store: {why}")
     for at in reasons:
-        blend.report.unload(getattr(chunks[at], "tier", ""), len(chunks[at]))
+        tier = getattr(chunks[at], "tier", "")
+        blend.report.unload(tier, len(chunks[at]))
+        if reasons[at].startswith("error"):  # other faults were counted, or are none of the store
+            blend.report.note_faults({}, {tier: {"error": 1}})
     blend.plans[:] = [plan.without(reasons) for plan in blend.plans]
     blend.chosen = blend.still_of_chunks(blend.chosen)
+    blend.forget()
     blend.count()
     blend.buffers.replan()
     blend.report.remark(
         f"layer {layer_idx} of {len(reasons)} chunks did not come from their store ({why}): their tokens were computed "
         "instead"
     )
-    return True
 
 
 def catch_up(blend: Blend, layer_idx: int, hidden: Tensor) -> Tensor:

@@ -142,9 +142,23 @@ class ChunkCache:
         """Element types of keys and values."""
         return frozenset(t.dtype for t in (*self.keys, *self.values))
 
-    def lacks(self, layer: int) -> str | None:
-        """Why keys and values of a layer will not come; None once they are there. All are, unless they are loaded."""
+    def lacks(self, layer: int, reads: np.ndarray | None = None) -> str | None:
+        """Why keys and values of a layer will not come; None once they are there. All are, unless they are loaded.
+
+        Args:
+            layer: of the model.
+            reads: `[T]` True for tokens that are wanted; None: all.
+        """
         return None
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether some tokens are loaded only if somebody wants them (`lacks`)."""
+        return False
+
+    def states(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, as far as they are there: NaN for tokens that nobody wanted (`lacks`)."""
+        return self.keys[layer], self.values[layer]
 
     @property
     def nbytes(self) -> int:

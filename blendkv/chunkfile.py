@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Self
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from blendkv.chunk import ChunkCache, chunk_key, ids_bytes
-from blendkv.codecs import DTYPES, Codec, Profiles, codec_of, dtype_name, get_codec
+from blendkv.codecs import DTYPES, Codec, Profiles, apart, codec_of, dtype_name, get_codec
 from blendkv.container import ContainerReader, Header, LayerShape, TokenStream, pack
 from blendkv.container.format import MAX_DECODED
 from blendkv.container.seals import Secret
@@ -203,27 +203,64 @@ class ChunkFile:
         count = self._streams(streams)
         return self._decode(unit, [s for stream in range(count) for s in self._reader.unit(unit, stream)], count)
 
-    def units(self, units: range, streams: int | None = None) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of the layers of consecutive units; one ranged read a stream for all of them.
+    def units(
+        self, units: range, streams: int | None = None, groups: Collection[int] | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of the layers of consecutive units; one ranged read for each run of segments that follow.
 
         Args:
             units: at least one, each from 0 to `header.units - 1`.
             streams: as for `layer`.
+            groups: of tokens that are wanted; None: all. Tokens of others are NaN.
+
+        Raises:
+            ValueError: for some groups of a codec whose groups need each other.
         """
-        count, step = self._streams(streams), self.header.unit_segments
-        read = []
-        for stream in range(count):
-            first, last = (self.header.segments_of(unit, stream) for unit in (units[0], units[-1]))
-            read.append(self._reader.segments(range(first.start, last.stop)))
+        if groups is not None and not apart(self.codec):
+            raise ValueError(f"codec {self.codec.name!r} decodes groups of tokens only together: leave out groups=")
+        count = self._streams(streams)
+        read: dict[int, memoryview] = {}
+        for run in self.runs(units, groups, count):
+            read |= zip(run, self._reader.segments(run), strict=True)
         layers = []
-        for i, unit in enumerate(units):
-            layers += self._decode(unit, [s for segments in read for s in segments[i * step : (i + 1) * step]], count)
+        for unit in units:
+            numbers = [number for stream in range(count) for number in self.header.segments_of(unit, stream)]
+            layers += self._decode(unit, [read.get(number) for number in numbers], count)
         return layers
 
-    def unit_bytes(self, unit: int) -> int:
-        """Bytes of a unit in the file, over all streams."""
-        runs = (self.header.segments_of(unit, stream) for stream in range(self.header.arrangement.streams))
-        return sum(int(self.starts[run.stop] - self.starts[run.start]) for run in runs)
+    def runs(self, units: range, groups: Collection[int] | None = None, streams: int | None = None) -> list[range]:
+        """Numbers of the segments of units, of some groups of tokens or all, in runs without gaps in the file.
+
+        Args:
+            units: consecutive ones.
+            groups: of tokens; None: all.
+            streams: as for `layer`.
+        """
+        header, runs = self.header, list[range]()
+        each = header.unit_segments // header.arrangement.parts
+        for stream in range(self._streams(streams)):
+            for unit in units:
+                segments = header.segments_of(unit, stream)
+                for at, number in enumerate(segments):
+                    if groups is not None and at % each not in groups:
+                        continue
+                    if runs and runs[-1].stop == number:
+                        runs[-1] = range(runs[-1].start, number + 1)
+                    else:
+                        runs.append(range(number, number + 1))
+        return runs
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """`[streams, units, parts, groups]` bytes of each segment of keys and values in the file; int64."""
+        header = self.header
+        lengths = np.diff(self.starts)[len(header.token_streams) :]
+        return lengths.reshape(header.arrangement.streams, header.units, header.arrangement.parts, -1)
+
+    @cached_property
+    def unit_sizes(self) -> list[int]:
+        """Bytes of each unit in the file, over all streams."""
+        return self.sizes.sum((0, 2, 3)).tolist()
 
     def read(self, streams: int | None = None) -> ChunkCache:
         """The whole chunk; one ranged read.
@@ -304,7 +341,7 @@ class ChunkFile:
         """`[T]` of a token stream, from its segment, padded or not."""
         return torch.frombuffer(bytearray(data[: stream.nbytes(self.header.tokens)]), dtype=DTYPES[stream.dtype])
 
-    def _decode(self, unit: int, segments: list[memoryview], streams: int) -> list[tuple[Tensor, Tensor]]:
+    def _decode(self, unit: int, segments: Sequence[memoryview | None], streams: int) -> list[tuple[Tensor, Tensor]]:
         header, layers = self.header, self.header.layers_of(unit)
         shapes, dtype = [header.layers[layer] for layer in layers], DTYPES[header.dtype]
         keys, values = self.codec.decode_unit(layers.start, shapes, header.tokens, dtype, segments, streams)

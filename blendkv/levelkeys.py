@@ -57,7 +57,7 @@ def _streams_of(header: Header) -> int:
 
 
 def _name(name: str, level: int, streams: int, profile: str) -> str:
-    if not profile and level == 0:
+    if not profile and level == (name == "raw"):  # raw's usual level is 1
         return name
     return f"{name}@{level}" + (f"+{streams}" if streams > 1 else "")
 

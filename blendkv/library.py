@@ -295,8 +295,9 @@ class ChunkLibrary(PretrainedMixin):
         wanted = [
             (piece, conditioning if piece.kind == "chunk" else ()) for piece in prompt.pieces if piece.kind != "text"
         ]
-        road = self.supply.road(len(prompt.ids), report, options)
-        return self.supply.get(wanted, report, options["strict"], self.on_miss == "prefill", road)
+        computes = self.on_miss == "prefill"
+        road = self.supply.road(prompt.ids, report, options, computes)
+        return self.supply.get(wanted, report, options["strict"], computes, road)
 
 
 def _check_namespace(namespace: str) -> None:

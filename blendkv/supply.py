@@ -22,6 +22,7 @@ from blendkv.loading.decision import TEXT
 from blendkv.loading.guided import Guided
 from blendkv.loading.pipeline import Pipeline
 from blendkv.loading.progress import Progress
+from blendkv.loading.sparing import Sparing
 from blendkv.loading.timely import Timely
 from blendkv.pace import seconds_to_compute
 from blendkv.prefilling import prefill
@@ -75,13 +76,16 @@ class Supply:
         fingerprint = attachment_of(self.model).facts.fingerprint
         return chunk_key(piece.ids, fingerprint, conditioning, self.tokenizer_digest, self.namespace, self.secret)
 
-    def road(self, tokens: int, report: BlendReport, options: dict[str, Any]) -> Road | None:
+    def road(
+        self, ids: Sequence[int], report: BlendReport, options: dict[str, Any], computes: bool = True
+    ) -> Road | None:
         """How chunks of a prompt are fetched while it computes, or by a target; None if they must be there first.
 
         Args:
-            tokens: of the prompt.
+            ids: of the prompt's tokens.
             report: of the prompt.
             options: of its cache, which get the ratio that a controller chooses.
+            computes: whether chunks that are missing are computed and kept before the prompt begins.
         """
         attachment = attachment_of(self.model)
         if self.pipeline is None or options["strict"] or attachment.masks != "lazy":
@@ -92,14 +96,16 @@ class Supply:
             assert self.pipeline is not None
             guided, counts = None, {key: len(piece.ids) for key, (piece, _) in pieces.items()}
             if self.controller is not None:
-                guided = Guided(self.controller, attachment, tokens, counts, selector, options, report)
+                guided = Guided(self.controller, attachment, len(ids), counts, selector, options, report)
                 if guided.target_s is not None:
                     compute = partial(self._computed_now, pieces, report)
                     return Timely(self.pipeline, guided, attachment.homes).fetch(list(pieces), compute)
                 report.loading.on_loaded = guided.learn
             # asked once the controller has chosen a ratio: at ratio 0 the first layer is read, else often not
             first = lambda: BlendedCache((), **options).reads_from  # noqa: E731
-            return self.pipeline.fetch(list(pieces), attachment.homes, budget, first, guided, report.loading)
+            known = {key: (piece.ids, before) for key, (piece, before) in pieces.items()}
+            spare = Sparing(ids, known, options, len(attachment.facts.rotations), computes, report.notes)
+            return self.pipeline.fetch(list(pieces), attachment.homes, budget, first, guided, report.loading, spare)
 
         return go
 

@@ -31,6 +31,7 @@ import xxhash
 
 from blendkv.chunkfile import ChunkFile, encode_chunk
 from blendkv.codecs import get_codec
+from blendkv.codecs.raw import Raw
 from blendkv.container import ContainerReader, Header, LayerShape
 from blendkv.container.packing import pack_head
 from blendkv.errors import ChunkFileError
@@ -77,7 +78,8 @@ def raw_seeds() -> list[Seed]:
     scores = {"hkvd": torch.ones(5), "other": torch.ones(5).half()}
     plain = [encode_chunk(small), encode_chunk(half), encode_chunk(mixed, token_streams=scores)]
     sealed = encode_chunk(small, secret=b"s" * 32, key_id=b"k")
-    return [*map(Seed, plain), Seed(encode_chunk(mixed, layer0=False)), Seed(sealed, b"s" * 32)]
+    levels = [encode_chunk(make_chunk(tokens=n, layers=2, key_dim=2), Raw(level)) for n, level in ((7, 0), (35, 1))]
+    return [*map(Seed, [*plain, *levels]), Seed(encode_chunk(mixed, layer0=False)), Seed(sealed, b"s" * 32)]
 
 
 def profiled_seeds() -> list[Seed]:

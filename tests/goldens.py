@@ -43,12 +43,20 @@ def chunk(tokens: int = 5, dtype: torch.dtype = torch.float32, layers: int = 2, 
     return ChunkCache(torch.arange(tokens) * 1001 % 50257, keys, values, "f" * 32, **fields)
 
 
+def raw(told: ChunkCache, level: int = 0, **settings) -> bytes:
+    """A chunk as it is."""
+    return encode_chunk(told, get_codec("raw", level=level), **settings)
+
+
 BUILDERS: dict[str, Callable[[], bytes]] = {
-    "raw-fp32": lambda: encode_chunk(chunk()),
-    "raw-fp16": lambda: encode_chunk(chunk(7, torch.float16)),
-    "raw-bf16-scores": lambda: encode_chunk(chunk(9, torch.bfloat16), token_streams={"hkvd": torch.arange(9) / 8}),
-    "raw-bare": lambda: encode_chunk(chunk(1, conditioning=(), tokenizer="", namespace="", text=None)),
-    "raw-sealed": lambda: encode_chunk(chunk(), secret=SECRET, key_id=b"2026"),
+    "raw-fp32": lambda: raw(chunk()),
+    "raw-fp16": lambda: raw(chunk(7, torch.float16)),
+    "raw-bf16-scores": lambda: raw(chunk(9, torch.bfloat16), token_streams={"hkvd": torch.arange(9) / 8}),
+    "raw-bare": lambda: raw(chunk(1, conditioning=(), tokenizer="", namespace="", text=None)),
+    "raw-sealed": lambda: raw(chunk(), secret=SECRET, key_id=b"2026"),
+    "raw-1": lambda: raw(chunk(5, torch.float16), 1),
+    "raw-1-groups": lambda: raw(chunk(71, torch.bfloat16), 1),
+    "raw-1-sealed": lambda: raw(chunk(33), 1, secret=SECRET, key_id=b"2026"),
 }
 
 
@@ -125,7 +133,7 @@ def main() -> None:
                 manifest[name] = digest(read(name))
             else:
                 manifest[name] = symbols(name)
-                (FOLDER / f"{name}.values").write_bytes(encode_chunk(read(name)))
+                (FOLDER / f"{name}.values").write_bytes(raw(read(name)))
             print("new:", name)
     MANIFEST.write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n")
 

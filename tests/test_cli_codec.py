@@ -84,7 +84,7 @@ def test_bench_codec_and_joint(run, data, profiles, tmp_path):
     assert result.exit_code == 0, result.stderr
     rows = json.loads(result.stdout)["rows"]
     assert [(row["codec"], row["level"]) for row in rows] == [
-        ("raw", 0),
+        ("raw", 1),
         ("klt", -4),
         ("klt", 0),
         ("raw", None),

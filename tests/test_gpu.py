@@ -12,6 +12,7 @@ from blendkv.attaching import attachment_of
 from blendkv.attention import blending
 from blendkv.buffers import KernelBuffers
 from blendkv.cache import BlendedCache
+from blendkv.chunk import ChunkCache
 from blendkv.loading.arriving import ArrivingChunk
 from blendkv.loading.pipeline import Pipeline
 from blendkv.norms import FusedNorm
@@ -19,6 +20,7 @@ from blendkv.selectors import HKVD
 from blendkv.stores import DiskStore, Pool, TieredStore
 from blendkv.testing import FAMILIES, REFUSED_FAMILIES, tiny_model
 from tests.helpers import make_case, run, tokens
+from tests.stores.dicts import DictStore
 
 pytestmark = [
     pytest.mark.gpu,
@@ -334,9 +336,9 @@ def test_a_blend_that_stops_waits_for_what_it_reads(blends):
 
 
 @pytest.mark.parametrize("selector", ["hkvd", "attention"])
-def test_layers_from_a_disk_arrive_on_the_card(blends, tmp_path, selector):
+def test_layers_from_afar_arrive_on_the_card(blends, selector):
     """The pipeline copies pieces to the card beside the model; the answer is that of chunks which lie there."""
-    blends, store = blends(num_hidden_layers=7, dtype=torch.float32), DiskStore(tmp_path)
+    blends, store = blends(num_hidden_layers=7, dtype=torch.float32), DictStore(local=False)
     homes = attachment_of(blends.model).homes
     for seed in range(4):
         cache, ids = blends.cache(seed, selector=selector)
@@ -350,6 +352,23 @@ def test_layers_from_a_disk_arrive_on_the_card(blends, tmp_path, selector):
         other = BlendedCache(coming, 0.3, selector, reserve=4)
         blends.close(blends.run(ids, other), want, 1e-5)
         assert all(t.is_cuda for chunk in coming for t in (*chunk.keys, *chunk.values))
+
+
+def test_chunks_from_a_disk_are_read_whole_for_the_card(blends, tmp_path):
+    """Pieces of a local store would hold Python's lock for longer than overlapping saves."""
+    blends, store = blends(num_hidden_layers=7, dtype=torch.float32), DiskStore(tmp_path)
+    cache, ids = blends.cache()
+    (chunks,) = cache.chunks
+    TieredStore(Pool(1), store, write="through").put_many(chunks)
+    want = blends.run(ids, cache)
+    tiers = TieredStore(Pool(1), store)
+    pipeline = Pipeline(tiers, piece_bytes=1 << 12, whole_bytes=0)
+    homes = attachment_of(blends.model).homes
+    found = [got.chunk for got in pipeline.fetch([c.key for c in chunks], homes=homes, first=cache.reads_from)]
+    assert [type(chunk) for chunk in found] == [ChunkCache] * len(chunks)
+    assert all(t.is_cuda for chunk in found for t in (*chunk.keys, *chunk.values))
+    assert tiers.stats.hits == {store.url: len(chunks)}
+    blends.close(blends.run(ids, BlendedCache(found, 0.3, cache.selector, reserve=4)), want, 1e-5)
 
 
 def test_graphs_in_every_mode_stream_and_thread(blends):

@@ -221,7 +221,7 @@ def test_a_lossy_codec_brings_its_profile(model, tmp_path, held, monkeypatch):
     for key in kv.keys(DOCUMENTS):
         assert SavedStore(tmp_path / "again").get(key) == SavedStore(tmp_path / "library").get(key)
     other.save_pretrained(tmp_path / "raw", DOCUMENTS, codec="raw")
-    assert said_by(tmp_path / "raw")["codecs"] == [{"name": "raw", "level": 0, "profile": None}]
+    assert said_by(tmp_path / "raw")["codecs"] == [{"name": "raw", "level": 1, "profile": None}]
     for a, b in zip(want, load(tmp_path / "raw", model).prefill(DOCUMENTS), strict=True):
         assert_same(a, b)
     # without the profile: misses

@@ -26,6 +26,7 @@ from blendkv.loading.costs import Costs
 from blendkv.loading.decision import TEXT
 from blendkv.loading.losses import measure_losses
 from blendkv.loading.measuring import calibrate_machine, measure_source
+from blendkv.selectors import get_selector
 from blendkv.stores import Pool, RemoteStore, Store, TieredStore
 
 FACTORS = (0.2, 0.5, 1.0, 2.0, 5.0)
@@ -71,8 +72,9 @@ def loading_rows(
 
     Yields:
         A row a link and method: "sequential" and "pipeline" at the floor, "fixed" once for each ratio, and for each
-        level at the floor, "text", "controller". `bound_s` of "pipeline" is 1.15 x max(load, compute) of
-        "sequential" and its first layer.
+        level at the floor, "text", "controller", and, where the selector knows its tokens ahead, "whole", the pipeline
+        that loads them all the same. `bound_s` of "pipeline" is 1.15 x max(load, compute) of "sequential" and its first
+        layer.
     """
     example = synthetic(1, chunks)[0]
     case = lay_out(model, tokenizer, example, Cell(chunk_tokens=chunk_tokens))
@@ -118,6 +120,8 @@ def _rows_of(
         **{("fixed", floor, level): lambda n=level: bench.pipelined(bandwidth, floor, level=n) for level in beside},
         ("text", 1.0, TEXT): lambda: bench.text(bandwidth),
     }
+    if not get_selector(bench.selector).needs:  # else all is loaded in any case
+        methods["whole", floor, own] = lambda: bench.pipelined(bandwidth, floor, leave_out=False)
     runs: dict[tuple[str, float, str], list[Run]] = {at: [] for at in methods}
     for turn in range(repeats + 1):
         for at, run in methods.items():
@@ -147,6 +151,7 @@ def _rows_of(
             "text": last.levels.count(TEXT),
             "kl": bench.kl(last),
             "predicted_s": last.predicted_s,
+            "left_out_bytes": last.left_out_bytes,
             "bound_s": bound if method == "pipeline" else None,
             "best_fixed_s": best if method == "controller" else None,
         }

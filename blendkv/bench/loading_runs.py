@@ -29,6 +29,7 @@ from blendkv.loading.decision import TEXT
 from blendkv.loading.guided import Guided
 from blendkv.loading.pipeline import Pipeline
 from blendkv.loading.progress import Progress
+from blendkv.loading.sparing import Sparing
 from blendkv.loading.survey import Chooser, Place
 from blendkv.report import BlendReport
 from blendkv.selectors import get_selector
@@ -48,6 +49,7 @@ class Run:
         ratio: that was recomputed.
         levels: of each chunk, "text" for those that were computed.
         predicted_s: what a controller predicted.
+        left_out_bytes: of tokens that the selector knew it would recompute, and that were not waited for.
     """
 
     ttft_s: float
@@ -56,6 +58,7 @@ class Run:
     ratio: float
     levels: tuple[str, ...]
     predicted_s: float | None = None
+    left_out_bytes: int = 0
 
     @property
     def level(self) -> str:
@@ -131,9 +134,17 @@ class Bench:
         return Run(time.perf_counter() - begin, load, compute, ratio, (name_of(self.codec),) * len(self.chunks))
 
     def pipelined(
-        self, bandwidth: Bandwidth, ratio: float, controller: Controller | None = None, level: str | None = None
+        self,
+        bandwidth: Bandwidth,
+        ratio: float,
+        controller: Controller | None = None,
+        level: str | None = None,
+        leave_out: bool = True,
     ) -> Run:
-        """Layers are computed while others are on their way; at one level, if that is given."""
+        """Layers are computed while others are on their way; at one level, if that is given.
+
+        With `leave_out`, without what is recomputed anyway.
+        """
         tiers, progress, report = self.tiers(bandwidth), Progress(), BlendReport()
         options: dict[str, Any] = {"recompute_ratio": ratio, "selector": self.selector, "check_layers": None}
         report.loading = progress
@@ -143,9 +154,12 @@ class Bench:
             tokens, selector = self.reference.case.ids.shape[1], get_selector(self.selector)
             guided = Guided(controller, attachment_of(self.model), tokens, counts, selector, options, report)
         first = BlendedCache((), **options).reads_from
+        pieces = {chunk.key: (chunk.ids.tolist(), chunk.conditioning) for chunk in self.chunks}
+        layers = len(attachment_of(self.model).layers)
+        spare = Sparing(self.reference.case.ids[0].cpu(), pieces, options, layers) if leave_out else None
         begin = time.perf_counter()
-        fetch = Pipeline(tiers).fetch
-        found = fetch([chunk.key for chunk in self.chunks], first=first, choose=guided, progress=progress)
+        fetch = Pipeline(tiers, rest=False).fetch  # memory keeps nothing here
+        found = fetch([chunk.key for chunk in self.chunks], first=first, choose=guided, progress=progress, spare=spare)
         ratio = options["recompute_ratio"]
         chunks = [
             got.chunk if got.chunk is not None else MissingChunk(chunk.ids, got.tier or "absent")
@@ -156,7 +170,7 @@ class Bench:
         levels = tuple(progress.levels[chunk.key] for chunk in self.chunks)
         decision = progress.decision
         predicted = None if decision is None else decision.ttft_s
-        return Run(ttft, progress.loaded_s or 0.0, seconds - waited, ratio, levels, predicted)
+        return Run(ttft, progress.loaded_s or 0.0, seconds - waited, ratio, levels, predicted, progress.left_out_bytes)
 
     def text(self, bandwidth: Bandwidth, ratio: float = 1.0) -> Run:
         """Nothing is loaded: full recompute."""

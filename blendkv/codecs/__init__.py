@@ -7,7 +7,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from blendkv.codecs.base import DTYPES, Arrangement, Codec, LayerShape, dtype_name
+from blendkv.codecs.base import DTYPES, Arrangement, Codec, LayerShape, apart, dtype_name
 from blendkv.codecs.profile import Profile, load_profile
 from blendkv.container import Header
 from blendkv.errors import ChunkFileError
@@ -19,6 +19,7 @@ __all__ = [
     "LayerShape",
     "Profile",
     "Profiles",
+    "apart",
     "codec_class",
     "codec_names",
     "codec_of",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from blendkv.container import Arrangement, LayerShape
 
-__all__ = ["DTYPES", "Arrangement", "Codec", "LayerShape", "dtype_name"]
+__all__ = ["DTYPES", "Arrangement", "Codec", "LayerShape", "apart", "dtype_name"]
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """Element types that can be stored, by their name in a chunk file."""
@@ -26,6 +26,8 @@ class Codec(Protocol):
 
     Attributes:
         needs_profile: whether it codes by statistics of a model.
+        independent_groups: whether each group of tokens can be decoded without the others; a class that does not say so
+            is always given all of them (`apart`).
         name: `[a-z0-9-]`, up to 16 characters; written into every file.
         level: int16, the codec's own.
         profile_hash: 32 hex digits, or "" where no profile is needed.
@@ -66,7 +68,7 @@ class Codec(Protocol):
         shapes: Sequence[LayerShape],
         tokens: int,
         dtype: torch.dtype,
-        segments: Sequence[memoryview],
+        segments: Sequence[Any],
         streams: int,
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values of a unit's layers.
@@ -77,13 +79,19 @@ class Codec(Protocol):
             tokens: of the chunk.
             dtype: of the tensors that were encoded.
             segments: as encoded, each followed by zeros up to a multiple of 16 bytes (the last of a file by any number
-                of them); of the first `streams` streams. Their checksums were verified.
+                of them); of the first `streams` streams. Their checksums were verified. With independent groups, None
+                stands for those of groups that were left out: their keys and values are NaN.
             streams: how many there are, at least 1; fewer than arranged: the base only.
 
         Raises:
             ChunkFileError: with reason "symbols", for bytes that no encoder writes.
         """
         ...
+
+
+def apart(codec: Codec) -> bool:
+    """Whether a codec decodes some groups of tokens of a unit without the others."""
+    return bool(getattr(codec, "independent_groups", False))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -54,6 +54,7 @@ class CacheGen:
     """
 
     needs_profile: ClassVar[bool] = True
+    independent_groups: ClassVar[bool] = True
     name = "cachegen"
 
     def __init__(self, level: int = 0, profile: Profile | str | Path | None = None) -> None:
@@ -107,10 +108,10 @@ class CacheGen:
         shapes: Sequence[LayerShape],
         tokens: int,
         dtype: torch.dtype,
-        segments: Sequence[memoryview],
+        segments: Sequence[Any],
         streams: int,
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values of the layer; without deltas every token is its anchor."""
+        """Keys and values of the layer; without deltas every token is its anchor. NaN where segments are None."""
         (shape,), groups = shapes, -(-tokens // GROUP)
         decoded = []
         for part, side in enumerate(self._layers[first]):
@@ -118,6 +119,9 @@ class CacheGen:
             step, delta_rows = self._deltas(side)
             for group in range(groups):
                 out = states[group * GROUP : (group + 1) * GROUP]
+                if segments[part * groups + group] is None:
+                    out[:] = np.nan
+                    continue
                 anchors = _anchors(segments[part * groups + group], side, -(-len(out) // ANCHOR_EVERY))
                 out[:] = anchors[np.arange(len(out)) // ANCHOR_EVERY]
                 if streams > 1:

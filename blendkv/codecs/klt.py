@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -60,6 +60,7 @@ class KLT:
     """
 
     needs_profile: ClassVar[bool] = True
+    independent_groups: ClassVar[bool] = True
     max_streams: ClassVar[int] = 2
     name = "klt"
 
@@ -127,10 +128,10 @@ class KLT:
         shapes: Sequence[LayerShape],
         tokens: int,
         dtype: torch.dtype,
-        segments: Sequence[memoryview],
+        segments: Sequence[Any],
         streams: int,
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values of the unit's layers."""
+        """Keys and values of the unit's layers; NaN of groups whose segments are None."""
         parts = self._unit(first, len(shapes))
         keys = [torch.empty(s.heads, tokens, s.key_dim, dtype=dtype) for s in shapes]
         values = [torch.empty(s.heads, tokens, s.value_dim, dtype=dtype) for s in shapes]
@@ -143,15 +144,22 @@ class KLT:
             for group in range(groups):
                 base, *fine = (segments[(stream * len(parts) + number) * groups + group] for stream in range(streams))
                 end = min((group + 1) * self.group, tokens)
-                if group == 0 and (place := min(self.protected, end)):
+                if group == 0 and (place := min(self.protected, end)) and base is not None:
                     part.scatter(unprotect(base, place, part.heads), keys, values, 0)
                     base = base[protected_bytes(place, part.heads) :]
                 start = max(group * self.group, place)
-                waiting.append(self._decode([base, *fine], rows[coded], scale, end - start))
+                if base is None:  # products of as many tokens as ever give the same last bits
+                    waiting.append(np.zeros((end - start, int(coded.sum())), np.int16))
+                else:
+                    waiting.append(self._decode([base, *fine], rows[coded], scale, end - start))
                 if end == tokens or end % BLOCK == 0:  # products of many tokens are quicker than many products
                     symbols = np.concatenate(waiting) if len(waiting) > 1 else waiting[0]
                     part.inverse(symbols, self.step, coded, keys, values, end - len(symbols))
                     waiting.clear()
+        for group in range(groups):  # of each, all parts are there or none
+            if segments[group] is None:
+                for states in (*keys, *values):
+                    states[:, group * self.group : (group + 1) * self.group] = torch.nan
         return keys, values
 
     def _scale(self, part: Part) -> np.ndarray:

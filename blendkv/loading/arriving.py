@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Self
+from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,43 +21,81 @@ from blendkv.stores.deadline import Budget, remaining
 
 LATE = "late"
 """Why a chunk is missed whose layers did not come before the budget of its prompt was spent."""
+FORKED = "forked"
+"""Why a chunk is missed that was on its way when the process was forked: the child has no threads that bring it."""
+_ARRIVALS: WeakSet[Arrival] = WeakSet()
 
 
 class Arrival:
     """Layers of one chunk file, as far as they have come. Safe to share among threads.
 
+    Tokens may be left out of a layer: they come if somebody wants them (`on_wanted`), or later, or not at all.
+
     Args:
-        layers: how many there are.
+        header: of the file.
+
+    Attributes:
+        on_wanted: called with a layer of which somebody wants what was left out; in any thread, more than once.
     """
 
-    def __init__(self, layers: int) -> None:
-        self._states: list[tuple[Tensor, Tensor] | None] = [None] * layers
+    def __init__(self, header: Header) -> None:
+        self._header, count = header, len(header.layers)
+        self._states: list[tuple[Tensor, Tensor] | None] = [None] * count
+        self._lacking = np.ones((count, header.tokens), bool)
+        self._left_out = np.zeros((count, header.tokens), bool)
         self._events: dict[int, Any] = {}
         self._why: str | None = None
         self._missed = False
         self._changed = threading.Condition()
+        self.on_wanted: Callable[[int], object] = lambda layer: None
+        _ARRIVALS.add(self)
 
-    def deliver(self, first: int, states: Sequence[tuple[Tensor, Tensor]], event: Any = None) -> bool:
+    def leave_out(self, layers: Sequence[int], tokens: np.ndarray) -> None:
+        """Tokens `[T]` (True) of layers come only if somebody wants them; to be said before anything comes."""
+        self._left_out[layers] |= tokens
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether something that was left out is not there."""
+        with self._changed:
+            return bool((self._lacking & self._left_out).any())
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether everything is there."""
+        with self._changed:
+            return not self._lacking.any()
+
+    @property
+    def has_come(self) -> bool:
+        """Whether everything is there but what was left out."""
+        with self._changed:
+            return not (self._lacking & ~self._left_out).any()
+
+    def deliver(
+        self, first: int, states: Sequence[tuple[Tensor, Tensor]], event: Any = None, tokens: np.ndarray | None = None
+    ) -> None:
         """Layers from `first` on have come.
 
         Args:
             first: number of the first.
             states: keys `[H, T, D]` and values `[H, T, Dv]` of each.
             event: on a GPU, when they have been copied.
-
-        Returns:
-            Whether all layers are there now.
+            tokens: `[T]` True for those that are in them; None: all.
         """
         with self._changed:
             for layer, pair in enumerate(states, first):
+                there, done = self._states[layer], event
+                if there is not None and tokens is not None:  # whoever has what was there keeps it as it is
+                    pair, done = _joined(there, self._events.get(layer), pair, event, tokens)
                 self._states[layer] = pair
-                if event is not None:
-                    self._events[layer] = event
+                if done is not None:
+                    self._events[layer] = done
+                self._lacking[layer] &= False if tokens is None else ~tokens
             self._changed.notify_all()
-            return all(pair is not None for pair in self._states)
 
     def fail(self, why: str) -> bool:
-        """Layers that have not come will not; whether that is news."""
+        """What has not come will not; whether that is news."""
         with self._changed:
             first, self._why = self._why is None, self._why or why
             self._changed.notify_all()
@@ -62,7 +103,7 @@ class Arrival:
 
     @property
     def failed(self) -> bool:
-        """Whether layers that have not come will not."""
+        """Whether what has not come will not."""
         with self._changed:
             return self._why is not None
 
@@ -72,36 +113,84 @@ class Arrival:
             first, self._missed = not self._missed, True
             return first
 
-    def wait(self, layer: int, seconds: float = math.inf) -> str | None:
+    def wait(self, layer: int, seconds: float = math.inf, reads: np.ndarray | None = None) -> str | None:
         """Waits for a layer.
 
+        Args:
+            layer: of the model.
+            seconds: most of them.
+            reads: `[T]` True for tokens that are wanted; None: all.
+
         Returns:
-            None once it is there, or why it will not come, `LATE` if it did not in so many seconds.
+            None once they are there, or why they will not come, `LATE` if they did not in so many seconds.
         """
+        wanted = np.ones(self._header.tokens, bool) if reads is None else reads
+        if (self._lacking[layer] & self._left_out[layer] & wanted).any():
+            self.on_wanted(layer)
         with self._changed:
             self._changed.wait_for(
-                lambda: self._states[layer] is not None or self._why is not None,
+                lambda: self._why is not None or not (self._lacking[layer] & wanted).any(),
                 None if math.isinf(seconds) else max(0.0, seconds),
             )
-            if self._states[layer] is None:
+            if (self._lacking[layer] & wanted).any():
                 return self._why or LATE
             return None
 
-    def states(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer that has come; waits for one that has not.
+    def states(self, layer: int, reads: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer that has come; waits for one that has not. Tokens that are not there are NaN.
+
+        Args:
+            layer: of the model.
+            reads: `[T]` True for tokens that are wanted; None: all.
 
         Raises:
-            ChunkMissError: if it will not.
+            ChunkMissError: if they will not come.
         """
-        if (why := self.wait(layer)) is not None:
+        if (why := self.wait(layer, reads=reads)) is not None:
             raise ChunkMissError(f"layer {layer} of a chunk did not come from its store: {why}")
-        pair = self._states[layer]
-        assert pair is not None
-        if (event := self._events.get(layer)) is not None:
-            torch.cuda.current_stream(pair[0].device).wait_event(event)
-            for tensor in pair:
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        with self._changed:
+            pair, event = self._states[layer], self._events.get(layer)
+        if pair is None:
+            shape, dtype = self._header.layers[layer], DTYPES[self._header.dtype]
+            sizes = [(shape.heads, self._header.tokens, dim) for dim in (shape.key_dim, shape.value_dim)]
+            return torch.full(sizes[0], torch.nan, dtype=dtype), torch.full(sizes[1], torch.nan, dtype=dtype)
+        if event is not None:
+            _after(event, pair)
         return pair
+
+    def part(self, layer: int) -> tuple[Tensor, Tensor]:
+        """As `states`, but what was left out is NaN unless it came meanwhile: for who has made sure not to read it."""
+        return self.states(layer, ~self._left_out[layer])
+
+    def forked(self) -> None:
+        """In a child of this process: those who bring layers are not here, nor is who held the lock."""
+        self._changed, self._why = threading.Condition(), self._why or FORKED
+
+
+def _joined(
+    old: tuple[Tensor, Tensor], came: Any, new: tuple[Tensor, Tensor], event: Any, tokens: np.ndarray
+) -> tuple[tuple[Tensor, Tensor], Any]:
+    """Tokens of `new` where they are, of `old` elsewhere, and when that has been done on a GPU."""
+    device = old[0].device
+    here = torch.from_numpy(tokens)[None, :, None]
+    if device.type != "cuda":
+        keys, values = (torch.where(here, b, a) for a, b in zip(old, new, strict=True))
+        return (keys, values), None
+    with torch.cuda.device(device):
+        for done, pair in ((came, old), (event, new)):
+            if done is not None:
+                _after(done, pair)
+        here = here.to(device)
+        keys, values = (torch.where(here, b.to(device), a) for a, b in zip(old, new, strict=True))
+        return (keys, values), torch.cuda.current_stream(device).record_event()
+
+
+def _after(event: Any, pair: tuple[Tensor, Tensor]) -> None:
+    """The current stream goes on once layers have been copied to its GPU."""
+    stream = torch.cuda.current_stream(pair[0].device)
+    stream.wait_event(event)
+    for tensor in pair:
+        tensor.record_stream(stream)
 
 
 class LayerStates(Sequence[Tensor]):
@@ -169,21 +258,30 @@ class ArrivingChunk(ChunkCache):
         )
         return chunk
 
-    def lacks(self, layer: int) -> str | None:
+    def lacks(self, layer: int, reads: np.ndarray | None = None) -> str | None:
         """See `ChunkCache`; waits as long as the prompt's budget allows."""
         arrival = self.__dict__.get("_arrival")
         if arrival is None:  # a copy, which has all
             return None
-        if (why := arrival.wait(layer, 0.0)) != LATE:
+        if (why := arrival.wait(layer, 0.0, reads)) != LATE:
             return why
         budget = self.__dict__["_budget"]
         if budget is None:
-            return arrival.wait(layer)
+            return arrival.wait(layer, reads=reads)
         with budget.spend():
-            why = arrival.wait(layer, remaining(math.inf))
+            why = arrival.wait(layer, remaining(math.inf), reads)
         if why == LATE:
             self.__dict__["_late"]()
         return why
+
+    @property
+    def has_gaps(self) -> bool:
+        """See `ChunkCache`."""
+        return "_arrival" in self.__dict__ and self.__dict__["_arrival"].has_gaps
+
+    def states(self, layer: int) -> tuple[Tensor, Tensor]:
+        """See `ChunkCache`."""
+        return self.__dict__["_arrival"].part(layer) if "_arrival" in self.__dict__ else super().states(layer)
 
     @property
     def nbytes(self) -> int:
@@ -198,3 +296,12 @@ class ArrivingChunk(ChunkCache):
     def __repr__(self) -> str:
         """A line for people; waits for nothing."""
         return f"ArrivingChunk({len(self)} tokens, {len(self.keys)} layers from {self.tier}, key={self.key[:12]}...)"
+
+
+def _forked() -> None:
+    for arrival in list(_ARRIVALS):
+        arrival.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

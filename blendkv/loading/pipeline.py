@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from blendkv.errors import ChunkFileError
@@ -20,12 +21,14 @@ from blendkv.expanding import for_kernels
 from blendkv.levelkeys import name_in
 from blendkv.loading.arriving import ArrivingChunk
 from blendkv.loading.decision import TEXT
+from blendkv.loading.incoming import Attempt, Incoming, cut
 from blendkv.loading.progress import Progress
 from blendkv.loading.scheduler import TransferScheduler, shared_scheduler
 from blendkv.loading.sources import Absent, StoreSource
+from blendkv.loading.sparing import LEAST_GAP, Spare, gaps
 from blendkv.loading.survey import MEMORY, Chooser, Place, everywhere, sizes_at_once, survey
-from blendkv.loading.transfer import Attempt, Incoming, Transfer, cut
-from blendkv.stores import Budget, TieredStore
+from blendkv.loading.transfer import Transfer
+from blendkv.stores import Budget, Store, TieredStore
 from blendkv.stores.breaker import Breaker
 from blendkv.stores.deadline import remaining
 from blendkv.stores.pool import Fetched
@@ -49,6 +52,9 @@ class Pipeline:
         piece_bytes: see `PIECE_BYTES`.
         ahead: see `AHEAD`.
         whole_bytes: see `WHOLE_BYTES`.
+        least_gap: see `sparing.LEAST_GAP`.
+        rest: whether tokens that were left out of a chunk come after everything else, so that memory and nearer stores
+            can keep it. Without, such a chunk is kept nowhere: the next prompt reads it from its store again.
     """
 
     def __init__(
@@ -58,9 +64,12 @@ class Pipeline:
         piece_bytes: int = PIECE_BYTES,
         ahead: int = AHEAD,
         whole_bytes: int = WHOLE_BYTES,
+        least_gap: int = LEAST_GAP,
+        rest: bool = True,
     ) -> None:
         self.tiers, self._scheduler = tiers, scheduler
         self.piece_bytes, self.ahead, self.whole_bytes = piece_bytes, ahead, whole_bytes
+        self.least_gap, self.rest = least_gap, rest
         self.breakers = [Breaker() for _ in tiers.stores]
         """One a store: prompt after prompt that went on without it leaves it alone for a while."""
 
@@ -77,6 +86,7 @@ class Pipeline:
         first: int | Callable[[], int] = 0,
         choose: Chooser | None = None,
         progress: Progress | None = None,
+        spare: Spare | None = None,
     ) -> list[Fetched]:
         """Chunks as `TieredStore.fetch` gives them, those from stores while they are still on their way.
 
@@ -90,6 +100,7 @@ class Pipeline:
             choose: is told where chunks are, and in which forms, before anything is read, and says which are loaded
                 from where. None: the chunk's own entry, from the nearest store that has it; then its levels.
             progress: is told what has come.
+            spare: is told of all chunks that will be used, and says what will not be read of them: that is left out.
 
         Returns:
             One a key; without a chunk, and with `TEXT` as tier, where `choose` wants its text computed.
@@ -103,7 +114,7 @@ class Pipeline:
             places = choose.choose(there)
             visit.found |= {key: Fetched(None, TEXT) for key in there if not places.get(key)}
         visit.look(wanted, places)
-        visit.begin(wanted, first)
+        visit.begin(wanted, first, spare)
         return [visit.found.get(key, Fetched(None)) for key in keys]
 
 
@@ -156,7 +167,7 @@ class _Visit:
                     self._found(self._tiers.take(tier, forms, self._homes, self._budget), whole)
                 whole = {}
 
-    def begin(self, keys: Sequence[str], first: int | Callable[[], int]) -> None:
+    def begin(self, keys: Sequence[str], first: int | Callable[[], int], spare: Spare | None = None) -> None:
         """Counts what was found, and sends for the layers of what is coming."""
         for tier, attempt in self._attempts.items():
             if attempt is not None:
@@ -169,11 +180,30 @@ class _Visit:
             return
         order = {key: i for i, key in enumerate(keys)}
         self._coming.sort(key=lambda item: order[item.key])
-        pieces = cut(self._coming, first if isinstance(first, int) else first(), self._pipeline.piece_bytes)
-        transfer = Transfer(self._tiers, self.lane, pieces, self._homes, self._pipeline.ahead, self._progress)
+        begin = first if isinstance(first, int) else first()
+        if spare is not None:
+            self._leave_out(spare({key: got.chunk for key, got in self.found.items()}), begin)
+        pipeline, coming = self._pipeline, self._coming
+        pieces = cut(coming, begin, pipeline.piece_bytes, pipeline.rest)
+        transfer = Transfer(self._tiers, self.lane, coming, pieces, self._homes, pipeline.ahead, self._progress)
         for item in self._coming:
             weakref.finalize(self.found[item.key].chunk, transfer.let_go)
         transfer.begin()
+
+    def _leave_out(self, spare: Mapping[str, np.ndarray], first: int) -> None:
+        """Groups of tokens that will not be read are not fetched; layers before the first come last as they are.
+
+        Each file is looked at as it is, in the form in which its chunk is loaded.
+        """
+        for item in self._coming:
+            if (unread := spare.get(item.key)) is None:
+                continue
+            found = gaps(item.file, unread, self._pipeline.least_gap)
+            layers = item.file.header.layers_of
+            groups = {unit: those for unit, those in found.items() if layers(unit).stop > first}
+            if groups:
+                self._progress.leave_out(*item.leave_out(groups))
+                item.source.keeps &= self._pipeline.rest
 
     def _found(self, got: Mapping[str, Fetched], places: Mapping[str, Place]) -> None:
         self.found |= got
@@ -242,6 +272,8 @@ class _Visit:
             local = getattr(store, "local", False)  # then nobody else sees to the budget
             stores = [store, *tiers.stores[tier + 1 :]]
             source = StoreSource(form.entry, size, stores, self._budget if local else None)
+        if at_once(store, self._homes):
+            return None
         try:
             file = tiers.opener.checked_head(form.entry, source, None if form.main else form.codec)
         except ChunkFileError as error:
@@ -256,6 +288,20 @@ class _Visit:
         source.keeps = tier > 0 or tiers.pool.codec is not None
         fields = file.fields | {"scores": file.scores}
         return Incoming(key, file, source, tier, store, fields, attempt, form.entry)
+
+
+def at_once(store: Store, homes: Sequence[torch.device]) -> bool:
+    """Whether files of a store are read whole before anything is computed: those of a local one, for a GPU.
+
+    Hundreds of small pieces hold Python's lock, which the thread that launches the GPU's kernels needs too. Where bytes
+    come as fast as from a page cache, that costs more than overlapping saves: 2.1 GB, 16k tokens of an 8B model's shape,
+    took 2.4 to 3.7 s in pieces, and 1.69 to 1.87 s when they were read first (docs/lab-log.md, 2026-11-28).
+
+    Args:
+        store: that has them.
+        homes: where each layer is wanted.
+    """
+    return bool(getattr(store, "local", False)) and all(home.type == "cuda" for home in homes)
 
 
 class _Bytes:

@@ -18,6 +18,9 @@ class Progress:
         decision: what the controller chose, or None.
         nbytes: that have come, by URL of the store.
         levels: by key of the chunk, the level that it is of, or "text" where its tokens are computed.
+        left_out_tokens: chunk tokens that were not waited for, in some layer or all, as they are computed anyway.
+        left_out_bytes: of those tokens, that were not waited for.
+        asked_bytes: of what was left out, that the prompt asked for after all.
         loaded_s: seconds from the beginning until the last piece that was wanted; None until then.
     """
 
@@ -25,6 +28,7 @@ class Progress:
         self.decision: Decision | None = None
         self.nbytes: Counter[str] = Counter()
         self.levels: dict[str, str] = {}
+        self.left_out_tokens = self.left_out_bytes = self.asked_bytes = 0
         self.loaded_s: float | None = None
         self.on_loaded: Callable[[Progress], None] | None = None
         self._wanted, self._begin, self._lock = 0, time.monotonic(), threading.Lock()
@@ -32,6 +36,18 @@ class Progress:
     def begin(self, wanted: int) -> None:
         """Pieces are asked for from now on, so many of them for this prompt."""
         self._wanted, self._begin = wanted, time.monotonic()
+
+    def leave_out(self, tokens: int, nbytes: int) -> None:
+        """So many tokens and bytes of a chunk are not waited for."""
+        with self._lock:
+            self.left_out_tokens += tokens
+            self.left_out_bytes += nbytes
+
+    def asked_for(self, nbytes: int) -> None:
+        """Something that was left out is wanted after all."""
+        with self._lock:
+            self.left_out_bytes -= nbytes
+            self.asked_bytes += nbytes
 
     def came(self, url: str, nbytes: int, wanted: bool) -> None:
         """A piece has come."""
@@ -54,7 +70,14 @@ class Progress:
         Args:
             took_s: seconds of the prompt until its first token.
         """
-        said = {"bytes": dict(self.nbytes), "loaded_s": self.loaded_s, "levels": list(self.levels.values())}
+        said = {
+            "bytes": dict(self.nbytes),
+            "loaded_s": self.loaded_s,
+            "left_out_tokens": self.left_out_tokens,
+            "left_out_bytes": self.left_out_bytes,
+            "asked_bytes": self.asked_bytes,
+            "levels": list(self.levels.values()),
+        }
         if self.decision is not None:
             said["decision"] = with_outcome(self.decision, self.loaded_s, took_s).to_dict()
         return said
@@ -63,6 +86,8 @@ class Progress:
         """A line for people."""
         came = sum(self.nbytes.values())
         said = f"{came:,} bytes" + (f" in {self.loaded_s:.3f} s" if self.loaded_s is not None else " so far")
+        if self.left_out_bytes:
+            said += f", {self.left_out_bytes:,} bytes of {self.left_out_tokens:,} tokens that are recomputed left out"
         if (decision := self.decision) is None:
             return said
         if decision.load_s is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, Protocol
 
 from blendkv.stores.deadline import Budget
@@ -19,7 +19,16 @@ class Ranged(Protocol):
 
 
 class Absent(Exception):
-    """No store gave a range: it is gone, or none answered in time."""
+    """No store gave a range: it is gone, or none answered in time.
+
+    Args:
+        key: of the entry.
+        why: a store raised, which none should: what; "" if none did.
+    """
+
+    def __init__(self, key: str, why: str = "") -> None:
+        super().__init__(key)
+        self.why = why
 
 
 class StoreSource:
@@ -43,6 +52,7 @@ class StoreSource:
         self._stores: list[Ranged] = list(stores)
         self._budget = budget
         self._read: dict[int, bytes] = {}
+        self._raised = ""
         self._lock = threading.Lock()
 
     def read(self, start: int, length: int) -> bytes:
@@ -56,12 +66,13 @@ class StoreSource:
             if data is not None and len(data) == length:
                 if self.keeps:
                     with self._lock:
-                        self._read[start] = data
+                        if len(self._read.get(start, b"")) < length:
+                            self._read[start] = data
                 return data
             with self._lock:
                 if store in self._stores:
                     self._stores.remove(store)
-        raise Absent(self.key)
+        raise Absent(self.key, self._raised)
 
     def whole(self) -> bytes | None:
         """The whole entry, if all of it has been read and kept; it is kept no longer."""
@@ -78,5 +89,8 @@ class StoreSource:
         try:
             with nullcontext() if self._budget is None or getattr(store, "local", False) else self._budget.spend():
                 return store.get(self.key, start, stop)
-        except Exception:  # a plug-in's, for ours never raise
+        except Exception as error:  # a plug-in's, for ours never raise
+            self._raised = f"error ({type(error).__name__})"
+            with suppress(Exception):
+                store.stats.count("misses", "error")
             return None

@@ -19,11 +19,11 @@ from blendkv.loading.client import StreamClient, Streamed, Wanted
 from blendkv.loading.clocks import Clock, RealClock
 from blendkv.loading.decision import TEXT, Decision
 from blendkv.loading.guided import Guided
+from blendkv.loading.incoming import Attempt
 from blendkv.loading.levels import Level
 from blendkv.loading.pipeline import Pipeline
 from blendkv.loading.scheduler import Lane
 from blendkv.loading.survey import MEMORY, Place, Places, survey
-from blendkv.loading.transfer import Attempt
 from blendkv.stores import Budget, Store, TieredStore
 from blendkv.stores.pool import Fetched
 

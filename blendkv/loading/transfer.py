@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -14,86 +15,15 @@ from typing import Any
 import torch
 
 from blendkv.chunk import ChunkCache
-from blendkv.chunkfile import ChunkFile
 from blendkv.errors import ChunkFileError
 from blendkv.kernels.table import ALIGN
-from blendkv.loading.arriving import LATE, Arrival
+from blendkv.loading.arriving import LATE
+from blendkv.loading.incoming import Incoming, Piece
 from blendkv.loading.progress import Progress
 from blendkv.loading.scheduler import Lane
-from blendkv.loading.sources import Absent, StoreSource
-from blendkv.stores import Store, TieredStore
-from blendkv.stores.breaker import Breaker
-
-
-class Attempt:
-    """One prompt's files from one store: late if the prompt went on without one, well if all of them came before that.
-
-    Args:
-        breaker: is told, once.
-    """
-
-    def __init__(self, breaker: Breaker) -> None:
-        self._breaker, self._left, self._over = breaker, 0, False
-
-    def begin(self, files: int) -> None:
-        """So many files are on their way; with none there is nothing against the store."""
-        self._left = files
-        if not files:
-            self._breaker.succeeded()
-
-    def came(self) -> None:
-        """One file is there."""
-        self._left -= 1
-        if not self._left and not self._over:
-            self._over = True
-            self._breaker.succeeded()
-
-    def late(self) -> None:
-        """The prompt went on without one."""
-        if not self._over:
-            self._over = True
-            self._breaker.failed()
-
-
-@dataclass(eq=False)
-class Incoming:
-    """A chunk file on its way.
-
-    Attributes:
-        key: of the chunk.
-        file: open over ranges of the store.
-        source: those ranges.
-        level: of the store among the tiers.
-        store: that has it.
-        fields: of the chunk, besides keys and values.
-        attempt: of its prompt on that store.
-        entry: key of the file in the store, which for a level is not that of the chunk.
-        arrival: of its layers.
-    """
-
-    key: str
-    file: ChunkFile
-    source: StoreSource
-    level: int
-    store: Store
-    fields: dict[str, Any]
-    attempt: Attempt
-    entry: str
-    arrival: Arrival = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Nothing has come yet."""
-        self.arrival = Arrival(len(self.file.header.layers))
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Units of a file that are fetched with one request a stream; `wanted` by this prompt, or only for the next."""
-
-    of: Incoming
-    units: range
-    nbytes: int
-    wanted: bool
+from blendkv.loading.sources import Absent
+from blendkv.loading.sparing import tokens_of
+from blendkv.stores import TieredStore
 
 
 class Transfer:
@@ -102,6 +32,7 @@ class Transfer:
     Args:
         tiers: that keep what has come.
         lane: the prompt's way to transfer slots.
+        items: files of the prompt.
         pieces: in the order in which they are wanted.
         homes: device of each layer, or one for all.
         ahead: pieces under way or waiting for a slot.
@@ -112,6 +43,7 @@ class Transfer:
         self,
         tiers: TieredStore,
         lane: Lane,
+        items: Sequence[Incoming],
         pieces: Sequence[Piece],
         homes: Sequence[torch.device],
         ahead: int,
@@ -119,11 +51,17 @@ class Transfer:
     ) -> None:
         self._tiers, self._lane, self._homes, self._ahead = tiers, lane, homes, ahead
         self._left, self._progress = deque(pieces), progress
-        self._users = [None] * len({id(piece.of) for piece in pieces})
+        self._items, self._users, self._pid = items, [None] * len(items), os.getpid()
+        self._asked: set[tuple[int, int]] = set()
+        self._lock = threading.Lock()
+        for item in items:
+            item.arrival.on_wanted = partial(self._want, item)
 
     def begin(self) -> None:
         """Hands in the first pieces."""
         self._progress.begin(sum(piece.wanted for piece in self._left))
+        for item in self._items:
+            self._note(item)  # all of it may have been left out
         for _ in range(self._ahead):
             self._next()
 
@@ -135,7 +73,35 @@ class Transfer:
         self._users.pop()
         if not self._users:
             self._left.clear()
-            self._lane.abandon()
+            if self._pid == os.getpid():
+                self._lane.abandon()
+
+    def _want(self, item: Incoming, layer: int) -> None:
+        """Somebody waits for what was left out of a layer: that of it, and of layers after it, is fetched now."""
+        first, item.rest_is_wanted = item.file.header.unit_of(layer), True
+        if item.spoilt or not self._users:
+            self._lost(item, item.spoilt or "cancelled")
+            return
+        if item.arrival.failed or not self._mine(item, first):
+            return
+        for unit, rest in item.rests.items():
+            if unit < first or (unit > first and not self._mine(item, unit)):
+                continue
+            self._progress.asked_for(rest.nbytes)
+            piece = Piece(item, range(unit, unit + 1), rest.nbytes, False, rest.groups)
+            try:
+                future = self._lane.submit(self._bring, piece, cost_bytes=piece.nbytes)
+            except RuntimeError:  # the scheduler was closed
+                self._lost(item, "cancelled")
+                return
+            future.add_done_callback(lambda done: self._lost(item, "cancelled") if done.cancelled() else None)
+
+    def _mine(self, item: Incoming, unit: int) -> bool:
+        """Whether nobody has asked for the rest of a unit before."""
+        with self._lock:
+            asked = (id(item), unit) in self._asked
+            self._asked.add((id(item), unit))
+            return not asked
 
     def _next(self, before: Piece | None = None, done: Future | None = None) -> None:
         if before is not None and done is not None and done.cancelled() and self._users:
@@ -152,30 +118,54 @@ class Transfer:
         future.add_done_callback(partial(self._next, piece))
 
     def _pop(self) -> Piece | None:
-        try:
-            return self._left.popleft()
-        except IndexError:
-            return None
+        """The next piece that is still of use."""
+        while True:
+            try:
+                piece = self._left.popleft()
+            except IndexError:
+                return None
+            if piece.of.arrival.failed or (piece.is_rest and piece.of.spoilt):
+                continue
+            if not piece.is_rest or self._mine(piece.of, piece.units.start):
+                return piece
 
     def _bring(self, piece: Piece) -> None:
         """Fetches, checks, decodes and hands over; no fault of a store or a file raises."""
         item = piece.of
-        if not self._users:
+        if not self._users or item.arrival.failed:
             return
         try:
-            states = item.file.units(piece.units)
+            states = item.file.units(piece.units, groups=piece.groups)
             first = item.file.header.layers_of(piece.units.start).start
             self._progress.came(item.store.url, piece.nbytes, piece.wanted)
-            if item.arrival.deliver(first, *self._at_home(states, first)):
-                item.attempt.came()
-                self._keep(item)
+            tokens = None if piece.groups is None else tokens_of(item.file, piece.groups)
+            item.arrival.deliver(first, *self._at_home(states, first), tokens)
+            self._note(item)
         except ChunkFileError as error:
-            if self._lost(item, error.reason) and not self._is_good(item):
+            if self._failed(piece, error.reason) and not self._is_good(item):
                 self._tiers.discard(item.store, item.entry, error.bare())
-        except Absent:
-            self._lost(item, LATE)
+        except Absent as error:
+            self._failed(piece, error.why or LATE)
         except Exception as error:
-            self._lost(item, f"error ({type(error).__name__})")
+            self._failed(piece, f"error ({type(error).__name__})")
+
+    def _failed(self, piece: Piece, why: str) -> bool:
+        """A piece did not come; whether that is news. What nobody wants yet leaves the prompt what it wants."""
+        item = piece.of
+        if not piece.is_rest:
+            return self._lost(item, why)
+        news = item.is_news("spoilt") and not item.arrival.failed
+        item.spoilt = item.spoilt or why
+        if item.rest_is_wanted:  # asked after it was set, so that one of two threads sees what the other says
+            self._lost(item, why)
+        return news
+
+    def _note(self, item: Incoming) -> None:
+        """Tells, once each, that all that the prompt wanted of a file is there, and that all of it is."""
+        if item.arrival.has_come and item.is_news("come"):
+            item.attempt.came()
+        if item.arrival.is_whole and item.is_news("whole"):
+            self._keep(item)
 
     def _is_good(self, item: Incoming) -> bool:
         """Whether a file is good when it is read at once: then parts of two were read, one after the other."""
@@ -213,41 +203,6 @@ class Transfer:
             keys, values = zip(*(item.arrival.states(layer) for layer in range(count)), strict=True)
             chunk = ChunkCache(keys=keys, values=values, **item.fields)
             self._tiers.keep(item.level, item.entry, chunk, item.source.whole())
-
-
-def cut(coming: Sequence[Incoming], first: int, piece_bytes: int) -> list[Piece]:
-    """Files as pieces, in the order in which a blend wants them.
-
-    Args:
-        coming: files, in prompt order.
-        first: the first layer that is wanted; those before it come last.
-        piece_bytes: most bytes of a piece, unless one unit has more.
-
-    Returns:
-        Pieces by layer, then by file.
-    """
-    late_ones: list[tuple[int, int, Piece]] = []
-    pieces: list[tuple[int, int, Piece]] = []
-    for number, item in enumerate(coming):
-        header = item.file.header
-        begin = header.unit_of(min(max(first, header.stored.start), header.stored.stop - 1))
-        for units, into in ((range(begin, header.units), pieces), (range(begin), late_ones)):
-            runs = _runs(item, units, piece_bytes, wanted=into is pieces)
-            into += [(piece.units.start, number, piece) for piece in runs]
-    return [piece for group in (pieces, late_ones) for _, _, piece in sorted(group, key=lambda entry: entry[:2])]
-
-
-def _runs(item: Incoming, units: range, most: int, wanted: bool) -> list[Piece]:
-    """Consecutive units, as many together as are no more than so many bytes."""
-    found: list[Piece] = []
-    begin, size = units.start, 0
-    for unit in units:
-        more = item.file.unit_bytes(unit)
-        if size and size + more > most:
-            found.append(Piece(item, range(begin, unit), size, wanted))
-            begin, size = unit, 0
-        size += more
-    return [*found, Piece(item, range(begin, units.stop), size, wanted)] if len(units) else found
 
 
 def _moved(states: Sequence[tuple[torch.Tensor, ...]], device: torch.device) -> list[tuple[torch.Tensor, ...]]:

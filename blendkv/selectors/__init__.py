@@ -64,12 +64,13 @@ def get_selector(selector: str | Selector) -> Selector:
 
 def _of_family(name: str) -> Selector:
     """The selector of a family's name and what follows it; a family may have hyphens in its own name."""
-    plugins = {e.name: e for e in entry_points(group="blendkv.selectors")}
-    parts = name.split("-")
+    parts, plugins = name.split("-"), None
     for count in range(len(parts), 0, -1):
         family, argument = "-".join(parts[:count]), "-".join(parts[count:])
         if family in _SELECTORS:
             return _SELECTORS[family].parse(argument)
+        if plugins is None:  # looking for packages takes 10 ms
+            plugins = {e.name: e for e in entry_points(group="blendkv.selectors")}
         if family in plugins:
             kind = plugins[family].load()
             return kind.parse(argument) if argument else kind()

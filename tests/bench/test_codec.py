@@ -34,7 +34,7 @@ def rows(tiny_profiles):
 
 def test_a_row_a_level_and_one_a_codec(rows):
     assert [(row["codec"], row["level"]) for row in rows] == [
-        ("raw", 0),
+        ("raw", 1),
         *((name, level) for name in ("cachegen", "klt", "klt-xl") for level in (-8, 0)),
         ("raw", None),
         ("cachegen", None),

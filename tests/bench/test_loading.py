@@ -79,6 +79,17 @@ def test_the_controller_chooses_a_level(rows):
     assert slow["best_fixed_s"] > 0
 
 
+def test_a_selector_that_knows_its_tokens_ahead_leaves_them_out():
+    model = tiny_model("llama", max_position_embeddings=2048, head_dim=64)
+    options = {"chunks": 4, "chunk_tokens": 512, "factors": (1.0,), "ratios": (0.15, 1.0), "repeats": 1}
+    told = list(loading.loading_rows(model, byte_tokenizer(), selector="boundary", **options))
+    (piped,), (whole,) = of(told, "pipeline"), of(told, "whole")
+    assert 0.05 < piped["left_out_bytes"] / piped["bytes"] < 0.15
+    assert whole["left_out_bytes"] == 0
+    assert piped["kl"] == whole["kl"] > 0
+    assert [row["left_out_bytes"] / row["bytes"] > 0.9 for row in of(told, "fixed")] == [False, True]
+
+
 def test_rows_are_kept_and_read(rows, tmp_path):
     write_rows(tmp_path / "rows.json", rows)
     assert len(read_rows(tmp_path / "rows.json")) == len(
@@ -101,7 +112,18 @@ def test_the_command(monkeypatch, attached):
     def fake(model, tokenizer, **options):
         given.update(options)
         row = dict.fromkeys(("model", "dtype", "level", "device"), "x") | {"bound_s": 1.0, "best_fixed_s": None}
-        numbers = ("link_mb_s", "factor", "ratio", "ttft_s", "load_s", "compute_s", "kl", "tokens", "text")
+        numbers = (
+            "link_mb_s",
+            "factor",
+            "ratio",
+            "ttft_s",
+            "load_s",
+            "compute_s",
+            "kl",
+            "tokens",
+            "text",
+            "left_out_bytes",
+        )
         yield row | dict.fromkeys(numbers, 1) | {"method": "pipeline", "predicted_s": None}
 
     monkeypatch.setattr(loading, "loading_rows", fake)

@@ -14,16 +14,45 @@ from blendkv.codecs.raw import Raw
 from blendkv.container import LayerShape
 from blendkv.errors import ChunkFileError
 from tests.chunks import assert_same, make_chunk
+from tests.container.twin import parse
 
-LENGTHS = (1, 2, 7, 255, 256, 257, 1023)
+LENGTHS = (1, 2, 7, 31, 32, 33, 255, 256, 257, 1023)
+LEVELS = (0, 1)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("tokens", LENGTHS)
-def test_lengths(tokens, dtype):
+def test_lengths(tokens, level, dtype):
     chunk = make_chunk(tokens=tokens, layers=2, key_dim=24, value_dim=16, dtype=dtype)
-    assert_same(decode_chunk(encode_chunk(chunk)), chunk)
+    assert_same(decode_chunk(encode_chunk(chunk, Raw(level))), chunk)
+
+
+@pytest.mark.parametrize(("tokens", "group"), [(1, 32), (512, 32), (513, 64), (1024, 64), (1025, 128), (131_072, 8192)])
+def test_groups_are_as_few_as_a_small_index_wants(tokens, group):
+    assert Raw().arrangement([LayerShape(1, 1, 1)] * 1024, tokens).group_tokens == group
+    assert Raw(0).arrangement([LayerShape(1, 1, 1)], tokens).group_tokens == tokens
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_file_is_what_the_format_says(level):
+    """docs/format.md, in loops."""
+    chunk = make_chunk(tokens=71, layers=2, heads=3, key_dim=5, value_dim=3, dtype=torch.float16)
+    told = parse(encode_chunk(chunk, Raw(level)))
+    assert (told["level"], told["group"], told["parts"]) == ((1, 32, 1) if level else (0, 71, 2))
+    for layer in range(2):
+        both = (chunk.keys[layer], chunk.values[layer])
+        for group in range(-(-71 // told["group"])):
+            tokens = range(group * told["group"], min(71, (group + 1) * told["group"]))
+            for part in range(told["parts"]):
+                want = b""
+                for states in both if told["parts"] == 1 else (both[part],):
+                    for head in range(3):
+                        for token in tokens:
+                            want += states[head, token].numpy().astype("<f2").tobytes()
+                    want += bytes(-len(want) % 16)
+                assert told["coded"][0, layer, part, group] == want
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -61,7 +90,7 @@ def test_states_that_are_not_contiguous():
 def test_a_file_is_decoded_without_copies(tmp_path):
     """One buffer, aligned as kernels want it; of bytes, which must not change, each layer is a copy."""
     chunk, path = make_chunk(tokens=33, dtype=torch.bfloat16), tmp_path / "chunk"
-    data = encode_chunk(chunk)
+    data = encode_chunk(chunk, Raw(0))
     path.write_bytes(data)
     read = decode_chunk(path)
     assert len({t.untyped_storage().data_ptr() // 4096 for t in (*read.keys, *read.values)}) <= 1 + read.nbytes // 4096
@@ -74,20 +103,36 @@ def test_a_file_is_decoded_without_copies(tmp_path):
     assert copied.addresses.shape == (3, 2, 2)
 
 
+def test_a_short_chunk_of_level_1_is_decoded_without_copies(tmp_path):
+    chunk, path = make_chunk(tokens=32, dtype=torch.bfloat16), tmp_path / "chunk"
+    path.write_bytes(encode_chunk(chunk))
+    read = decode_chunk(path)
+    starts = [t.data_ptr() for pair in zip(read.keys, read.values, strict=True) for t in pair]
+    assert [b - a for a, b in pairwise(starts)] == [chunk.keys[0].nbytes] * 5
+    assert read.addresses.shape == (3, 2, 2)
+
+
 WRONG = {"short": (8, b""), "bare": (12, b""), "long": (12, bytes(20)), "not zero": (12, b"\0\0\0\1")}
 
 
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("size", "padding"), WRONG.values(), ids=WRONG)
-def test_bytes_that_raw_never_writes_are_refused(size, padding):
+def test_bytes_that_raw_never_writes_are_refused(size, padding, level):
     """Three fp32 numbers are followed by four zeros."""
-    shape, ones = LayerShape(1, 3, 3), torch.ones(1, 1, 3)
-    good = [segment + bytes(4) for segment in Raw().encode_unit(0, [ones], [ones])]
-    keys, _ = Raw().decode_unit(0, [shape], 1, torch.float32, [memoryview(s) for s in good], 1)
-    assert torch.equal(keys[0], ones)
-    bad = [memoryview(good[0][:size] + padding), memoryview(good[1])]
-    with pytest.raises(ChunkFileError) as error:
-        Raw().decode_unit(0, [shape], 1, torch.float32, bad, 1)
-    assert error.value.reason == "symbols"
+    shape, ones, codec = LayerShape(1, 3, 3), torch.ones(1, 1, 3), Raw(level)
+    number = ones.numpy().tobytes()
+    good = [number + bytes(4), number + bytes(4)]
+    bad = [[number[:size] + padding, good[1]], [good[0], number[:size] + padding]]
+    together = (lambda pair: [b"".join(pair)]) if level else list
+
+    def decode(pair):
+        return codec.decode_unit(0, [shape], 1, torch.float32, [memoryview(s) for s in together(pair)], 1)
+
+    assert [torch.equal(states, ones) for (states,) in decode(good)] == [True, True]
+    for pair in bad:
+        with pytest.raises(ChunkFileError) as error:
+            decode(pair)
+        assert error.value.reason == "symbols"
 
 
 def test_the_registry():
@@ -98,7 +143,7 @@ def test_the_registry():
     assert get_codec(mine) is mine
     with pytest.raises(ValueError, match="choose one of"):
         get_codec("nosuch")
-    with pytest.raises(ValueError, match="level 0"):
+    with pytest.raises(ValueError, match="level 0 or 1"):
         get_codec("raw", level=3)
 
 

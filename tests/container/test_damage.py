@@ -171,7 +171,7 @@ def test_unknown_flags_and_dtypes_and_codecs_are_refused():
     assert refused(reseal(data[:32] + b"nosuch".ljust(16, b"\0") + data[48:])) == "codec"
     for name in (b"raw\0x", b"", b"Raw", b"r/w", b"r\xe4w"):
         assert refused(reseal(data[:32] + name.ljust(16, b"\0") + data[48:])) == "header"
-    assert refused(reseal(data[:48] + struct.pack("<h", 1) + data[50:])) == "codec"
+    assert refused(reseal(data[:48] + struct.pack("<h", 2) + data[50:])) == "codec"
     assert refused(reseal(data[:56] + b"\x01" * 16 + data[72:])) == "profile"
 
 

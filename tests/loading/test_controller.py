@@ -383,7 +383,7 @@ def test_layers_come_in_the_order_that_the_chosen_ratio_wants(attached, monkeypa
     kv = library(model, TieredStore(Pool(), store), recompute_ratio=recompute_ratio, controller=controller)
     kv.pipeline.whole_bytes = 0
     cut = pipeline.cut
-    monkeypatch.setattr(pipeline, "cut", lambda coming, at, most: asked.append(at) or cut(coming, at, most))
+    monkeypatch.setattr(pipeline, "cut", lambda coming, at, *rest: asked.append(at) or cut(coming, at, *rest))
     inputs = kv(["one document of words"], "why?")
     assert asked == [first] == [inputs.cache.reads_from]
 

@@ -10,7 +10,7 @@ import torch
 
 from blendkv import BlendedCache, ChunkMissError, MissingChunk, Pool, attach, prefill
 from blendkv.loading.arriving import ArrivingChunk
-from blendkv.loading.pipeline import Pipeline
+from blendkv.loading.pipeline import Pipeline, at_once
 from blendkv.loading.queues import FifoQueue
 from blendkv.loading.scheduler import TransferScheduler
 from blendkv.stores import Budget, TieredStore
@@ -590,3 +590,100 @@ def test_a_store_that_prompts_go_on_without_is_left_alone_for_a_while(attached):
     for chunk in fetched(pipeline, exact, budget=Budget(30.0)):
         assert chunk.lacks(LAYERS - 1) is None
     until(lambda: pipeline.breakers[0].state == "closed")
+
+
+@pytest.mark.parametrize("how", ["checksum", "absent", "raises"])
+def test_after_a_piece_fails_no_more_of_its_file_is_fetched(attached, how):
+    """One slot: pieces come in order, and those of the other files go on."""
+    model = attached("llama")
+    ids, exact = exact_case(model)
+    logits, _ = full(model, ids)
+    store, tiers, _ = stored(exact)
+    key, at = exact[1].key, starts(store, exact[1].key)
+
+    def gate(key, start, data):
+        if (key, start) == (exact[1].key, at[1]):
+            if how == "raises":
+                raise RuntimeError("the disk is on fire")
+            return None if how == "absent" else bytes([data[0] ^ 1]) + data[1:]
+        return data
+
+    store.gate = gate
+    pipeline = Pipeline(tiers, TransferScheduler(1), piece_bytes=1, whole_bytes=0)
+    cache = BlendedCache(fetched(pipeline, exact), 0.3, "random")
+    assert (run(model, ids, cache).logits[:, -1] - logits[:, -1]).abs().max() <= 1e-4
+    until(lambda: pipeline._scheduler.state.running == pipeline._scheduler.state.waiting == 0)
+    assert [start for k, start, _ in store.reads if k == key] == [at[0], at[1]]
+    assert all(len([1 for k, _, _ in store.reads if k == one.key]) == LAYERS for one in (exact[0], exact[2]))
+    assert sum(pipeline.tiers.stats.hits.values()) == 2
+
+
+def test_a_store_that_raises_in_the_middle_is_named_and_counted(attached):
+    """None should: a plug-in may."""
+    model = attached("llama")
+    ids, exact = exact_case(model)
+    logits, _ = full(model, ids)
+    store, _, pipeline = stored(exact)
+
+    def gate(key, start, data):
+        if key == exact[2].key and start >= starts(store, key)[1]:
+            raise ConnectionResetError("gone")
+        return data
+
+    store.gate = gate
+    cache = BlendedCache(fetched(pipeline, exact), 0.3, "random")
+    assert (run(model, ids, cache).logits[:, -1] - logits[:, -1]).abs().max() <= 1e-4
+    assert cache.report.misses == {"error (ConnectionResetError)": 22}
+    assert cache.report.store_faults == {store.url: {"error": 1}}
+    assert store.stats.faults["error"] >= 1
+    assert "error (ConnectionResetError)" in " ".join(cache.report.notes)
+    # where another store has it, only the fault is left
+    far = RangeStore("far")
+    stored(exact, far)
+    pipeline = Pipeline(TieredStore(Pool(), store, far), TransferScheduler(4), piece_bytes=1, whole_bytes=0)
+    before = store.stats.faults["error"]
+    run(model, ids, cache := BlendedCache(fetched(pipeline, exact), 0.3, "random"))
+    assert not cache.report.misses
+    assert store.stats.faults["error"] > before
+
+
+CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("local", "homes", "whole"),
+    [
+        (True, (CARD, torch.device("cuda", 1)), True),
+        (True, (CPU,), False),
+        (True, (CARD, CPU), False),
+        (False, (CARD,), False),
+        (None, (CARD,), False),  # a plug-in's, that does not say
+    ],
+)
+def test_files_of_a_local_store_are_read_whole_for_a_gpu(local, homes, whole):
+    store = RangeStore(local=bool(local))
+    if local is None:
+        del store.local
+    assert at_once(store, homes) is whole
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["written", "about to be written"])
+@pytest.mark.parametrize("local", [True, False])
+def test_the_pipeline_streams_to_a_gpu_only_what_comes_from_afar(attached, monkeypatch, local, waits):
+    """Without a GPU: the tiers give chunks on the CPU, and no piece is sent for."""
+    ids, exact = exact_case(attached("llama"))
+    store, tiers, pipeline = stored(exact, RangeStore(local=local))
+    told, own, keys = [], tiers.take, [chunk.key for chunk in exact]
+    monkeypatch.setattr(tiers, "take", lambda level, forms, homes, budget: told.append(homes) or own(level, forms))
+    monkeypatch.setattr("blendkv.loading.transfer.Transfer.begin", lambda transfer: None)
+    if waits:
+        data = dict(store.entries)
+        monkeypatch.setattr(tiers, "waiting", lambda level, key: data[key])
+    got = pipeline.fetch(keys, homes := (CARD,) * LAYERS)
+    assert [isinstance(each.chunk, ArrivingChunk) for each in got] == [not local] * len(keys)
+    assert told == ([homes] if local else [])
+    assert [each.tier for each in got] == [store.url] * len(keys)
+    assert tiers.stats.hits == {store.url: len(keys)}
+    if local:
+        for each, one in zip(got, exact, strict=True):
+            assert_same(each.chunk, one)
