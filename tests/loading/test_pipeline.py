@@ -671,7 +671,7 @@ def test_files_of_a_local_store_are_read_whole_for_a_gpu(local, homes, whole):
 @pytest.mark.parametrize("local", [True, False])
 def test_the_pipeline_streams_to_a_gpu_only_what_comes_from_afar(attached, monkeypatch, local, waits):
     """Without a GPU: the tiers give chunks on the CPU, and no piece is sent for."""
-    ids, exact = exact_case(attached("llama"))
+    _, exact = exact_case(attached("llama"))
     store, tiers, pipeline = stored(exact, RangeStore(local=local))
     told, own, keys = [], tiers.take, [chunk.key for chunk in exact]
     monkeypatch.setattr(tiers, "take", lambda level, forms, homes, budget: told.append(homes) or own(level, forms))
