@@ -13,12 +13,13 @@ from torch import Tensor
 
 from blendkv import flops
 from blendkv.attention import LazyMask, RowMask, blending
-from blendkv.buffers import Buffers, KernelBuffers
+from blendkv.buffers import Buffers
 from blendkv.cache import BlendedCache
 from blendkv.choosing import candidates_of, is_known_ahead, keep_best
 from blendkv.errors import CacheStateError, UnsupportedModelError
 from blendkv.facts import ModelFacts, kernels_unusable
 from blendkv.graphs import GraphPass
+from blendkv.kernelbuffers import KernelBuffers
 from blendkv.kernels.table import upload
 from blendkv.plan import RowPlan, chunks_per_row, plan_row, require_hits
 from blendkv.question import Enough, Question

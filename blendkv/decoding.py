@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from blendkv.attention import LazyMask, RowMask, blending
-from blendkv.buffers import fill_tables, scatter
 from blendkv.cache import BlendedCache
 from blendkv.facts import ModelFacts
 from blendkv.graphs import GraphPass
+from blendkv.kernelbuffers import fill_tables, scatter
 
 
 def fits(cache: BlendedCache, facts: ModelFacts, devices: Sequence[torch.device]) -> bool:

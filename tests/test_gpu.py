@@ -10,9 +10,9 @@ from transformers.cache_utils import DynamicCache
 from blendkv import _compat, attach, prefill, proof
 from blendkv.attaching import attachment_of
 from blendkv.attention import blending
-from blendkv.buffers import KernelBuffers
 from blendkv.cache import BlendedCache
 from blendkv.chunk import ChunkCache
+from blendkv.kernelbuffers import KernelBuffers
 from blendkv.loading.arriving import ArrivingChunk
 from blendkv.loading.pipeline import Pipeline
 from blendkv.norms import FusedNorm
@@ -304,7 +304,7 @@ def test_graphs_with_chunks_in_host_memory(blends, where):
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_pinned_layers_are_read_beside_the_model(blends, family, selector, monkeypatch):
     """On a stream of their own, several layers together, whatever they are grouped by."""
-    monkeypatch.setattr("blendkv.buffers.GROUP_BYTES", 1 << 14)
+    monkeypatch.setattr("blendkv.kernelbuffers.GROUP_BYTES", 1 << 14)
     blends, groups = blends(family, num_hidden_layers=7, dtype=torch.float32), []
     own = KernelBuffers._read_next
 

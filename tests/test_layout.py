@@ -22,9 +22,9 @@ stores.http_centre stores.patience stores.remote stores.eviction stores.coding s
 stores.pool stores.writing stores.reading stores.backlog stores.tiered stores.saved stores stores.upkeep
 stores.checking stores.inspection loading.queues loading.scheduler loading.sources loading.arriving loading
 loading.clocks loading.throughput loading.streaming loading.policies loading.levels loading.assembly loading.orders
-loading.handover loading.wanted loading.client attention mass cache facts plan choosing buffers waits recording graphs
-norms question blend catching decoding attachment hooks learning proof attaching layout conversation pace
-loading.costs loading.plans loading.decision loading.controller loading.progress loading.sparing loading.incoming
+loading.handover loading.wanted loading.client attention mass cache facts plan choosing buffers kernelbuffers waits
+recording graphs norms question blend catching decoding attachment hooks learning proof attaching layout conversation
+pace loading.costs loading.plans loading.decision loading.controller loading.progress loading.sparing loading.incoming
 loading.survey loading.transfer loading.pipeline loading.guided loading.timely prefilling loading.measuring scoring
 supply divergence guard manifest gathering hub sharing pretrained inputs library counting telemetry documents
 precompute texts trials calibrating models contract testing passages loading.losses bench bench.measure bench.scores
