@@ -16,6 +16,7 @@ from blendkv.attention import LazyMask, RowMask, blending
 from blendkv.buffers import Buffers
 from blendkv.cache import BlendedCache
 from blendkv.choosing import candidates_of, is_known_ahead, keep_best
+from blendkv.correcting import write_corrected
 from blendkv.errors import CacheStateError, UnsupportedModelError
 from blendkv.facts import ModelFacts, kernels_unusable
 from blendkv.graphs import GraphPass
@@ -243,8 +244,10 @@ class Blend:
         None where nobody knows that yet: what is stored for all chunk tokens may be read. It is what `select` will
         choose, until `forget` is called.
         """
-        ahead = is_known_ahead(self.cache.selector, self.cache.schedule)
-        if self.asking or (self.wants_selection(layer_idx) and not ahead):
+        corrector = self.cache.corrector
+        ahead = is_known_ahead(self.cache.selector, self.cache.schedule, corrector)
+        compares = corrector is not None and corrector.compares
+        if self.asking or compares or (self.wants_selection(layer_idx) and not ahead):
             return None
         if not self.wants_selection(layer_idx):
             return self.chosen if self.rows is not None else None
@@ -386,8 +389,12 @@ class Blend:
             `[B, H, T, D]` and `[B, H, T, Dv]` of the whole prompt.
         """
         keys, values = keys.detach(), values.detach()
+        corrector, new = self.cache.corrector, layer_idx == len(self.filled) and not self.aside
         if self.rows is None:
             self.buffers.write_all(layer_idx, keys, values)
+        elif corrector is not None and new:
+            rows = self._rows_on(keys.device)
+            write_corrected(corrector, self.buffers, layer_idx, rows, keys, values, self.chosen)
         else:
             self.buffers.write(layer_idx, self._rows_on(keys.device), keys, values)
         self.note(layer_idx)

@@ -111,7 +111,7 @@ class Buffers:
         """
         layer = self.layers[layer_idx]
         buffer = layer._keys if source == "k" else layer._values
-        stored = buffer[:, :, : fresh.shape[2]] if rows is None else _gather(buffer, rows)
+        stored = buffer[:, :, : fresh.shape[2]] if rows is None else gather(buffer, rows)
         return (fresh - stored).float().square_().sum((1, 3))
 
     def angles(self, rotation: Rotation, device: torch.device) -> tuple[Tensor, Tensor] | None:
@@ -127,7 +127,7 @@ def _join(parts: list[Tensor], device: torch.device) -> Tensor:
     return here[0] if len(here) == 1 else torch.cat(here, dim=1)
 
 
-def _gather(buffer: Tensor, rows: Tensor) -> Tensor:
+def gather(buffer: Tensor, rows: Tensor) -> Tensor:
     """`[B, H, S, D]` of a buffer `[B, H, capacity, D]` at `rows [B, S]`."""
     index = rows.to(buffer.device)[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
     return buffer.gather(2, index)

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from blendkv import _compat
 from blendkv.chunk import ChunkCache, MissingChunk
 from blendkv.compiling import refuse_compiled
+from blendkv.correctors import Corrector, get_corrector
 from blendkv.errors import CacheStateError, NotAttachedError
 from blendkv.report import BlendReport
 from blendkv.selectors import Selector, get_selector
@@ -169,9 +170,10 @@ class BlendedCache(Cache):
             there on, never growing; overrides `recompute_ratio`.
         strict: raise `ChunkMissError` if a chunk cannot be used, instead of computing its tokens.
         reserve: tokens of room beyond the prompt, and the step by which the buffers grow.
+        corrector: name or `Corrector`: what is done to stored states that are kept; None for nothing.
 
     Raises:
-        ValueError: for a ratio outside [0, 1], a growing schedule, an unknown selector.
+        ValueError: for a ratio outside [0, 1], a growing schedule, an unknown selector or corrector.
     """
 
     def __init__(
@@ -182,16 +184,18 @@ class BlendedCache(Cache):
         check_layers: Mapping[int, float] | None = None,
         strict: bool = False,
         reserve: int = 256,
+        corrector: str | Corrector | None = None,
     ) -> None:
         if reserve < 1:
             raise ValueError(f"reserve={reserve}: give at least one token of room")
         super().__init__(layers=[])
-        self.selector = get_selector(selector)
+        self.selector, self.corrector = get_selector(selector), get_corrector(corrector)
         self.schedule = make_schedule(self.selector, recompute_ratio, check_layers)
         self.chunks = _as_rows(chunks)
         self.strict = strict
         self.reserve = reserve
-        self.report = BlendReport(selector=self.selector.name, schedule=dict(self.schedule))
+        corrects = "" if self.corrector is None else self.corrector.name
+        self.report = BlendReport(selector=self.selector.name, schedule=dict(self.schedule), corrector=corrects)
         self.ids: Tensor | None = None
         self.logits_to_keep: int | None = None
         self.mask_length: int | None = None
@@ -224,7 +228,7 @@ class BlendedCache(Cache):
     def fork(self) -> BlendedCache:
         """An empty cache over the same chunks (shared, not copied) with the same options, for another prompt."""
         twin = object.__new__(type(self))
-        BlendedCache.__init__(twin, (), 0.0, self.selector, None, self.strict, self.reserve)
+        BlendedCache.__init__(twin, (), 0.0, self.selector, None, self.strict, self.reserve, self.corrector)
         twin.chunks, twin.schedule = self.chunks, self.schedule
         twin.report.schedule = dict(self.schedule)
         return twin

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from blendkv.correctors import Corrector
 from blendkv.kernels.table import upload
 from blendkv.plan import RowPlan
 from blendkv.selectors import Candidates, Selector
@@ -66,12 +67,14 @@ def keep_best(selector: Selector, candidates: Tensor, budget: int, view: Callabl
     return candidates[order[:budget]].sort().values
 
 
-def is_known_ahead(selector: Selector, schedule: Mapping[int, float]) -> bool:
-    """Whether it can be said which tokens are recomputed before any layer runs: positions and stored scores are enough.
+def is_known_ahead(selector: Selector, schedule: Mapping[int, float], corrector: Corrector | None = None) -> bool:
+    """Whether it can be said which stored states are not read before any layer runs.
 
-    Any selector will do where there is nothing to choose, at ratios 0 and 1.
+    Positions and stored scores are enough for that. Any selector will do where there is nothing to choose, at ratios
+    0 and 1. A corrector that compares reads all.
     """
-    return not selector.needs or not any(schedule.values())
+    known = not selector.needs and (corrector is None or not corrector.compares)
+    return known or not any(schedule.values())
 
 
 def foresee(plan: RowPlan, selector: Selector, schedule: Mapping[int, float], length: int) -> dict[int, Tensor]:

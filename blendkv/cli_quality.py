@@ -42,6 +42,10 @@ def quality(
     check_layers: Annotated[
         str | None, typer.Option(help="Schedules of the first selector, layer:share, as '1:0.3,4:0.15; 2:0.15'.")
     ] = None,
+    corrector: Annotated[
+        str | None,
+        typer.Option(help="What is done to stored states that are kept, as mean-shift-0.5,temperature-0.95."),
+    ] = None,
     reference: Annotated[str, typer.Option(help="What KL is given relative to: SELECTOR:RATIO.")] = "hkvd:0.15",
     answers: Annotated[bool, typer.Option("--answers/--no-answers", help="Generate and score answers.")] = True,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer; by task if not.")] = None,
@@ -70,10 +74,13 @@ def quality(
         from blendkv.bench.results import require_room, write_rows
         from blendkv.bench.settings import REFERENCE, reference_of, settings_of
         from blendkv.bench.tasks import UNCUT, read_task
+        from blendkv.correctors import get_corrector
         from blendkv.selectors import get_selector
 
         _known_task(task)
-        varied: dict[str, Any] = {"conditions": _list(condition), "schedules": schedules}
+        correctors = [] if corrector is None else _list(corrector)
+        _usage(lambda: [get_corrector(name) for name in correctors], "--corrector")
+        varied: dict[str, Any] = {"conditions": _list(condition), "schedules": schedules, "correctors": correctors}
         chosen = _list(methods), _list(selectors), shares, answers
         _usage(lambda: [get_selector(name) for name in _list(selectors)], "--selectors")
         settings = _usage(lambda: settings_of(*chosen, **varied), "--methods")
@@ -233,7 +240,7 @@ def print_suggestion(model: str, found: Any) -> None:
 
 def _line_name(row: dict[str, Any]) -> str:
     after = f"after {row['condition']}" if row["condition"] else None
-    return ", ".join(filter(None, [row["method"], row["selector"], row["check_layers"], after]))
+    return ", ".join(filter(None, [row["method"], row["selector"], row["check_layers"], row["corrector"], after]))
 
 
 def _print_quality(found: Any, title: str) -> None:

@@ -229,7 +229,7 @@ def _before_decoder(state: Attachment, decoder: nn.Module, args: tuple, kwargs: 
     blend.collects = _collects(state, named)
     blend.reads_all = cache.logits_to_keep is None or blend.collects
     cache.layers = [BlendedLayer(cache.reserve) for _ in state.layers]
-    if visible is None and not blend.collects:
+    if visible is None and not blend.collects and cache.corrector is None:
         blend.graphs = state.open_graphs()
     cache.work, cache._failed = blend, True  # until the forward has ended well
     blend.begin(state.devices or devices_of(state.layers))

@@ -17,6 +17,7 @@ from blendkv.codecs import Codec
 from blendkv.container.format import MAX_NAME_BYTES
 from blendkv.container.seals import check_secret
 from blendkv.conversation import Turn, assemble_turns
+from blendkv.correctors import Corrector
 from blendkv.guard import Guard
 from blendkv.inputs import BlendedInputs
 from blendkv.layout import Layout, Piece, Prompt, begins_with_bos, conditioning_ids, texts_of
@@ -47,6 +48,7 @@ class ChunkLibrary(PretrainedMixin):
         check_layers: schedule of gradual filtering, likewise.
         strict: whether a chunk that cannot be used is an error, likewise.
         reserve: tokens of room beyond the prompt, likewise.
+        corrector: what is done to stored states that are kept, likewise.
         condition: what stands before a chunk while it is computed: "none", "bos", "system" (the prompt's head), or
             "dummy" (a few neutral words). "auto": a BOS where the tokenizer begins every text with one, else nothing
             (docs/guides/defaults.md). Part of the key; which is best depends on model and task.
@@ -80,6 +82,7 @@ class ChunkLibrary(PretrainedMixin):
         check_layers: Mapping[int, float] | None = None,
         strict: bool = False,
         reserve: int = 256,
+        corrector: str | Corrector | None = None,
         condition: Literal["auto", "none", "bos", "system", "dummy"] = "auto",
         chunk_tokens: int = 512,
         separator: str = "\n\n",
@@ -109,6 +112,7 @@ class ChunkLibrary(PretrainedMixin):
             "check_layers": check_layers,
             "strict": strict,
             "reserve": reserve,
+            "corrector": corrector,
         }
         BlendedCache((), **self.options)  # refuses bad options now, not at the first prompt
         check_secret(secret)

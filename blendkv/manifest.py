@@ -14,6 +14,7 @@ from secrets import token_hex
 from typing import Any
 
 from blendkv._version import __version__
+from blendkv.correctors import Corrector, get_corrector
 from blendkv.errors import StoreError
 from blendkv.selectors import Selector, get_selector, selector_names
 
@@ -27,6 +28,7 @@ _SETTINGS = {
     "recompute_ratio": (int, float),
     "selector": (str, dict, type(None)),
     "check_layers": (dict, type(None)),
+    "corrector": (str, type(None)),
 }
 
 
@@ -114,7 +116,7 @@ class Manifest:
 
 
 def _parsed(said: Mapping[str, Any]) -> dict[str, Any]:
-    model, settings = said["model"], said["settings"]
+    model, settings = said["model"], {"corrector": None, **said["settings"]}  # the first libraries had none
     fields = {
         "settings": {name: settings[name] for name in _SETTINGS},
         "name_or_path": model["name_or_path"],
@@ -141,7 +143,7 @@ def settings_json(
     """Settings of a library as JSON.
 
     Args:
-        options: of its prompts' caches; the ratio, the selector and the check layers are kept.
+        options: of its prompts' caches; the ratio, the selector, the check layers and the corrector are kept.
         condition: as `ChunkLibrary` takes it, like the following.
         chunk_tokens: most of a chunk.
         separator: after each document.
@@ -156,6 +158,7 @@ def settings_json(
         "recompute_ratio": options["recompute_ratio"],
         "selector": _selector_json(options["selector"]),
         "check_layers": None if layers is None else {str(layer): ratio for layer, ratio in layers.items()},
+        "corrector": _corrector_json(options["corrector"]),
     }
 
 
@@ -198,6 +201,23 @@ def _selector_json(selector: str | Selector) -> str | dict[str, Any] | None:
     warnings.warn(
         f"selector {selector.name!r} has no registered name, so {NAME} names none: who loads the library gets the "
         "default, or passes selector=",
+        stacklevel=6,
+    )
+    return None
+
+
+def _corrector_json(corrector: str | Corrector | None) -> str | None:
+    """A corrector's name, which says its settings too."""
+    if corrector is None or isinstance(corrector, str):
+        return corrector
+    try:
+        if get_corrector(corrector.name) == corrector:
+            return corrector.name
+    except ValueError:
+        pass
+    warnings.warn(
+        f"corrector {corrector.name!r} has no registered name, so {NAME} names none: who loads the library passes "
+        "corrector=",
         stacklevel=6,
     )
     return None

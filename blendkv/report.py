@@ -73,6 +73,7 @@ class BlendReport:
         layers: one entry a layer.
         chunks: one entry a chunk and row.
         selector: name.
+        corrector: name, or "".
         schedule: layer -> ratio kept from there on.
         charged_budget: linear FLOPs spent on chunk tokens / those of full prefill on the same tokens; NaN if the
             model's layers could not be counted.
@@ -93,6 +94,7 @@ class BlendReport:
     layers: list[LayerRows] = field(default_factory=list)
     chunks: list[ChunkUse] = field(default_factory=list)
     selector: str = ""
+    corrector: str = ""
     schedule: dict[int, float] = field(default_factory=dict)
     charged_budget: float = float("nan")
     chunk_bytes: int = 0
@@ -170,6 +172,7 @@ class BlendReport:
             "tokens": self.tokens,
             "chunk_tokens": self.chunk_tokens,
             "selector": self.selector,
+            "corrector": self.corrector,
             "schedule": {str(k): v for k, v in self.schedule.items()},
             "charged_budget": self.charged_budget,
             "chunk_bytes": self.chunk_bytes,
@@ -197,7 +200,7 @@ class BlendReport:
                 "last layer",
                 f"{last.reused:,} reused, {last.recomputed:,} recomputed, {last.fresh:,} fresh, {last.missed:,} missed",
             ),
-            ("selector", f"{self.selector} {self.schedule}"),
+            ("selector", f"{self.selector} {self.schedule}" + (f", then {self.corrector}" if self.corrector else "")),
             ("charged budget", f"{self.charged_budget:.3f} of full prefill's linear FLOPs on chunk tokens"),
             ("bytes", f"{self.chunk_bytes:,} placed, {self.cache_bytes:,} allocated"),
             ("computed by", self.kernels),

@@ -47,6 +47,8 @@ def blend(
     placements: Sequence[Placement] = (),
     schedule: dict[int, float] | None = None,
     score: str | Tensor = "k",
+    shift: float = 0.0,
+    temperature: float = 1.0,
 ) -> Blended:
     """Blends one prompt.
 
@@ -57,6 +59,8 @@ def blend(
         schedule: layer -> share of chunk tokens kept from there on.
         score: "k", "v" or "kv" (deviation at the layer of the schedule), "boundary" (earlier in its chunk is better),
             or `[N]` scores of all chunk tokens in prompt order.
+        shift: share of the mean error of a chunk's computed rows that is added to its others, keys un-rotated.
+        temperature: that keys of rows which are not computed are divided by.
     """
     core, config, schedule = model.model, model.config, schedule or {}
     total = len(ids)
@@ -87,6 +91,7 @@ def blend(
         stored_k, stored_v = torch.full_like(k, torch.nan), torch.full_like(v, torch.nan)
         for row, (p, i) in owner.items():
             stored_k[row], stored_v[row] = p.chunk.keys[index][:, i].double(), p.chunk.values[index][:, i].double()
+        own_k, kept_k = k, stored_k  # un-rotated
         if rotates:
             q, k, stored_k = (rotate(core, x, position) for x in (q, k, stored_k))
 
@@ -108,6 +113,13 @@ def blend(
 
         for row in set(range(total)) - set(rows):
             k[row], v[row] = stored_k[row], stored_v[row]
+            mates = [r for r in rows if r in owner and owner[r][0] is owner[row][0]]
+            if shift and mates:
+                moved = kept_k.clone()
+                moved[row] += shift * torch.stack([own_k[r] - kept_k[r] for r in mates]).mean(0)
+                k[row] = rotate(core, moved, position)[row] if rotates else moved[row]
+                v[row] = stored_v[row] + shift * torch.stack([v[r] - stored_v[r] for r in mates]).mean(0)
+            k[row] = k[row] / temperature
         following = torch.full_like(hidden, torch.nan)
         per_group = q.shape[1] // k.shape[1]
         asked = torch.zeros(total, dtype=torch.float64)

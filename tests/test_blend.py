@@ -11,10 +11,10 @@ from tests.oracle import Placement, blend
 RATIOS = (0.0, 0.05, 0.15, 0.3, 0.5, 0.7, 1.0)
 
 
-def compare(model, case, cache, schedule, score="k", tolerance=1e-4):
+def compare(model, case, cache, schedule, score="k", tolerance=1e-4, **corrected):
     """Runs both; logits, K/V of all layers and the number of rows must agree."""
     placements = [Placement(c, s) for c, s in zip(case.caches, case.starts, strict=True)]
-    want = blend(model, case.ids[0], placements, schedule, score)
+    want = blend(model, case.ids[0], placements, schedule, score, **corrected)
     got = run(model, case.ids, cache, logits_to_keep=1)
     torch.testing.assert_close(got.logits[0, -1].double(), want.logits, atol=tolerance, rtol=tolerance)
     for layer, keys, values in zip(cache.layers, want.keys, want.values, strict=True):

@@ -122,6 +122,7 @@ def test_settings_come_back_and_can_be_overridden(model, tmp_path):
         "recompute_ratio": 0.5,
         "strict": True,
         "reserve": 0,
+        "corrector": None,
     }
     assert hits(load(tmp_path, model, namespace="others", condition="none")) == 0
     assert load(tmp_path, model, recompute_ratio=0.25).options["check_layers"] is None  # or the ratio would not count

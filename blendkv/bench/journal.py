@@ -9,7 +9,10 @@ from typing import Any
 
 from blendkv._paths import require_writable
 
-KEY = ("item", "digest", "chunks", "chunk_tokens", "batch", "method", "selector", "ratio", "condition", "check_layers")
+KEY = (
+    *("item", "digest", "chunks", "chunk_tokens", "batch"),
+    *("method", "selector", "ratio", "condition", "check_layers", "corrector"),
+)
 """Fields that tell figures apart."""
 Figures = dict[str, Any]
 

@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from blendkv import _compat, flops
 from blendkv.cache import BlendedCache
 from blendkv.chunk import ChunkCache
+from blendkv.correctors import Corrector
 from blendkv.prefilling import prefill
 from blendkv.report import BlendReport
 from blendkv.selectors import Selector, get_selector
@@ -221,16 +222,19 @@ class Blend(CacheMethod):
     Args:
         ratio: share of chunk tokens recomputed.
         selector: name or `Selector`: which.
+        check_layers: the schedule, or None.
+        corrector: what is done to stored states that are kept.
     """
 
     ratio: float | None = 0.15
     selector: Selector = field(default_factory=lambda: get_selector("hkvd"))
     check_layers: Mapping[int, float] | None = None
+    corrector: Corrector | None = None
     name = "blend"
 
     def cache_maker(self, case: Case) -> Callable[[], Cache | None]:
         """The pieces are stored already."""
-        return lambda: BlendedCache(case.chunks, self.kept, self.selector, self.check_layers)
+        return lambda: BlendedCache(case.chunks, self.kept, self.selector, self.check_layers, corrector=self.corrector)
 
     @property
     def kept(self) -> float:

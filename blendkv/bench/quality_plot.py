@@ -65,7 +65,8 @@ def lines_over(rows: Sequence[Row], field: str) -> dict[str, list[tuple[float, f
 def _series(row: Row) -> str:
     """What points of one line share: all but the ratio."""
     name = row["selector"] or method_name(row | {"condition": None})
-    more = [row.get("check_layers"), f"chunks after {row['condition']}" if row.get("condition") else None]
+    after = f"chunks after {row['condition']}" if row.get("condition") else None
+    more = [row.get("check_layers"), row.get("corrector"), after]
     return ", ".join([name, *filter(None, more)])
 
 

@@ -50,7 +50,7 @@ IDENTITIES = {
     "stores": (*SETTINGS["stores"], "store", "size"),
     "pool": (*SETTINGS["pool"], "entries", "eviction"),
     "eviction": (*SETTINGS["eviction"], "zipf", "drift", "capacity", "policy"),
-    "quality": (*SETTINGS["quality"], "method", "selector", "ratio", "condition", "check_layers"),
+    "quality": (*SETTINGS["quality"], "method", "selector", "ratio", "condition", "check_layers", "corrector"),
     "insights": (*SETTINGS["insights"], "figure", "layer", "ratio"),
     "loading": (*SETTINGS["loading"], "factor", "method", "ratio", "level"),
     "throughput": (*SETTINGS["throughput"], "method", "selector", "ratio", "clock", "rate"),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from blendkv.bench.mapping import MAPPING, QUALITY_METHODS
 from blendkv.bench.methods import Blend, Prefix, Reuse
 from blendkv.cache import make_schedule
+from blendkv.correctors import Corrector, get_corrector
 from blendkv.layout import CONDITIONS
 from blendkv.scoring import SCORES
 from blendkv.selectors import Selector, get_selector
@@ -16,7 +17,7 @@ NO_CONTEXT = "nocontext"
 REFERENCE = ("hkvd", 0.15)
 """Selector and ratio that KL is given relative to, unless another row is named."""
 CONTROLS = ("random", "none")
-NAMES = ("method", "selector", "ratio", "condition", "check_layers")
+NAMES = ("method", "selector", "ratio", "condition", "check_layers", "corrector")
 """Fields that name a setting."""
 
 
@@ -30,6 +31,7 @@ class Setting:
         ratio: share of chunk tokens recomputed (the last of a schedule); None where that is not what the method does.
         condition: what stands before a chunk while it is computed, of `CONDITIONS`; None for nothing.
         check_layers: the schedule, as `1:0.3,4:0.15`; None for the selector's own.
+        corrector: what is done to stored states that are kept; None for nothing.
         how: makes the cache, for methods that answer from one.
     """
 
@@ -38,13 +40,14 @@ class Setting:
     ratio: float | None = None
     condition: str | None = None
     check_layers: str | None = None
+    corrector: str | None = None
     how: Blend | Prefix | None = field(default=None, compare=False)
 
     @property
     def key(self) -> tuple:
-        """Method, selector, ratio; where one of them is not the usual, condition and schedule too."""
-        others = () if self.condition is self.check_layers is None else (self.condition, self.check_layers)
-        return (self.method, self.selector, self.ratio, *others)
+        """Method, selector, ratio; where one of them is not the usual, condition, schedule and corrector too."""
+        others = (self.condition, self.check_layers, self.corrector)
+        return (self.method, self.selector, self.ratio, *(others if any(others) else ()))
 
 
 def settings_of(
@@ -55,15 +58,18 @@ def settings_of(
     *,
     conditions: Sequence[str] = ("none",),
     schedules: Sequence[Mapping[int, float]] = (),
+    correctors: Sequence[str | Corrector] = (),
 ) -> list[Setting]:
     """The settings that names mean, each once: full recompute always, no context where answers are scored.
 
     Blends at ratio 0 are all the same, full reuse, and one line. A selector with a ratio of its own (`none`, `all`) has
     one line at that ratio. Reuse and blends are there once for each condition. The first selector has a line for
-    each schedule too, in the first condition, under its last ratio: one thing is varied at a time.
+    each schedule too, in the first condition, under its last ratio: one thing is varied at a time. So are correctors:
+    full reuse, and each blend, has a line for each that does something to it.
 
     Raises:
-        ValueError: for an unknown method, selector or condition, a ratio outside [0, 1], or a schedule that grows.
+        ValueError: for an unknown method, selector, corrector or condition, a ratio outside [0, 1], or a schedule that
+            grows.
     """
     unknown = [name for name in methods if name not in QUALITY_METHODS]
     if unknown or not methods:
@@ -84,6 +90,15 @@ def settings_of(
         if "reuse" in methods or ("blend" in methods and 0.0 in ratios):
             found.append(Setting("reuse", None, 0.0, condition, how=Reuse()))
         found += _blends(selectors, ratios, condition, () if i else schedules) if "blend" in methods else []
+    for corrector in filter(None, map(get_corrector, correctors)):
+        found += [
+            replace(setting, corrector=corrector.name, how=replace(setting.how, corrector=corrector))
+            for setting in found
+            if isinstance(setting.how, Blend)
+            and setting.condition in (None, conditions[0])
+            and setting.check_layers is setting.corrector is None
+            and (setting.ratio or not corrector.compares)
+        ]
     found += [Setting(name) for name in MAPPING if name in methods]
     return list({setting.key: setting for setting in found}.values())
 
@@ -124,4 +139,4 @@ def _blends(
                 raise ValueError(f"selector {name!r} compares, and at layer 0 nothing deviates yet: begin at layer 1")
             last = float(schedule[max(schedule)])
             how = Blend(last, selector, schedule)
-            yield Setting("blend", name, last, condition, schedule_name(schedule), how)
+            yield Setting("blend", name, last, condition, schedule_name(schedule), how=how)

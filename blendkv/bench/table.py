@@ -77,7 +77,7 @@ def method_name(row: Row) -> str:
     names = {"full": "full recompute", "reuse": "full reuse", "prefix": "prefix reuse"}
     layers = f"layers {row['check_layers'].replace(',', ', ')}" if row.get("check_layers") else ""
     after = f"chunks after {row['condition']}" if row.get("condition") else ""
-    said = [names.get(row["method"], row["method"]), row.get("selector"), layers or share, after]
+    said = [names.get(row["method"], row["method"]), row.get("selector"), layers or share, row.get("corrector"), after]
     return ", ".join(filter(None, said))
 
 

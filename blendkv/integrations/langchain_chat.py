@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+from blendkv.correctors import get_corrector
 from blendkv.integrations.answering import Answer, Asking, PromptTooLongError, Settings, model_name
 from blendkv.integrations.extras import missing
 from blendkv.integrations.langchain_messages import turns_of
@@ -25,7 +26,7 @@ except ImportError as error:
 from pydantic import ConfigDict, Field
 
 _OURS = ("max_tokens", "temperature", "top_p", "top_k", "timeout")
-_BLEND = ("recompute_ratio", "selector", "check_layers", "strict", "reserve")
+_BLEND = ("recompute_ratio", "selector", "check_layers", "strict", "reserve", "corrector")
 _IGNORED = ("stream",)
 """What LangChain itself passes along."""
 
@@ -93,11 +94,12 @@ class ChatBlended(BaseChatModel):
     def _identifying_params(self) -> Mapping[str, Any]:
         names = ("model_name", "max_tokens", "temperature", "top_p", "top_k", "stop", "template")
         blend = {**self.library.options, **self._settings(None, {}).blend}
-        selector = get_selector(blend["selector"]).name
+        selector, corrector = get_selector(blend["selector"]).name, get_corrector(blend["corrector"])
         return {name: getattr(self, name) for name in names} | {
             "recompute_ratio": blend["recompute_ratio"],
             "check_layers": blend["check_layers"],
             "selector": selector,
+            "corrector": corrector and corrector.name,
         }
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:

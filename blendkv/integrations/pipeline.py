@@ -16,7 +16,7 @@ from blendkv.library import ChunkLibrary
 TASK = "blended-text-generation"
 MAX_NEW_TOKENS = 256
 """Unless the call, or the model's generation config, says how many."""
-_BLEND = ("recompute_ratio", "selector", "check_layers", "strict", "reserve")
+_BLEND = ("recompute_ratio", "selector", "check_layers", "strict", "reserve", "corrector")
 _INPUT = ("documents", "question", "system")
 
 

@@ -74,7 +74,9 @@ class Sparing:
         cache = BlendedCache((), **self._options)
         selector = cache.selector
         missing = [key for key in self._pieces if key not in found]
-        if not is_known_ahead(selector, cache.schedule) or (selector.stored and missing and self._computes):
+        if not is_known_ahead(selector, cache.schedule, cache.corrector):
+            return {}
+        if selector.stored and missing and self._computes:
             return {}
         chunks: list[Chunk] = []
         for key, (ids, conditioning) in self._pieces.items():

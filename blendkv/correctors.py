@@ -1,0 +1,190 @@
+"""Correctors: what is done to stored states that a blend keeps, beside recomputing others. None, unless one is named.
+
+They change answers where a selector alone would not, for better or worse; docs/guides/selectors.md has the figures.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Tokens of one prompt that keep their stored states in a layer, and how far those of the others were off.
+
+    Attributes:
+        keys: `[H, N, D]` fp32 stored keys of tokens that are kept, turned to where they stand in the prompt.
+        values: `[H, N, Dv]` fp32 stored values of them.
+        chunk: `[N]` the number of each token's chunk, counted as they stand in the prompt.
+        chunks: how many there are.
+        key_errors: `[H, M, D]` fp32 fresh less stored keys of tokens that are recomputed, un-rotated; None unless the
+            corrector `compares`.
+        value_errors: `[H, M, Dv]` fp32, likewise.
+        error_chunk: `[M]` the number of the chunk of each.
+        place: turns un-rotated `[H, N, D]` to the positions of the tokens that are kept.
+    """
+
+    keys: Tensor
+    values: Tensor
+    chunk: Tensor
+    chunks: int
+    key_errors: Tensor | None
+    value_errors: Tensor | None
+    error_chunk: Tensor | None
+    place: Callable[[Tensor], Tensor]
+
+
+class Corrector(ABC):
+    """Changes stored states that are kept. Subclass, register under the entry point group `blendkv.correctors`.
+
+    Attributes:
+        compares: whether it wants to know how far stored states of recomputed tokens are off. Then all of them are
+            loaded, and a blend runs without CUDA graphs, as with any corrector.
+    """
+
+    compares: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """As `get_corrector` takes it, settings included."""
+
+    @classmethod
+    def parse(cls, argument: str) -> Self:
+        """Makes one of what follows its family's name and a hyphen ("" for nothing).
+
+        Raises:
+            ValueError: if that cannot be.
+        """
+        if argument:
+            raise ValueError(f"{cls.__name__} takes no argument; got {argument!r}")
+        return cls()
+
+    @abstractmethod
+    def correct(self, kept: Kept) -> tuple[Tensor, Tensor]:
+        """Keys `[H, N, D]` and values `[H, N, Dv]` to take in place of those that are kept; nothing in place."""
+
+
+@dataclass
+class MeanShift(Corrector):
+    """Adds to what is kept of a chunk the mean error of what is recomputed of it (AgentKVShift, 2607.21604).
+
+    Args:
+        weight: of that mean.
+
+    Raises:
+        ValueError: for a weight that is not a positive number.
+    """
+
+    compares: ClassVar[bool] = True
+    weight: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Refuses what is no weight."""
+        if not 0 < self.weight < math.inf:
+            raise ValueError(f"mean-shift-{self.weight:g}: give a weight above 0, such as 0.5")
+
+    @property
+    def name(self) -> str:
+        """`mean-shift-0.5`."""
+        return f"mean-shift-{self.weight:g}"
+
+    @classmethod
+    def parse(cls, argument: str) -> Self:
+        """`mean-shift-0.5`: the weight."""
+        return cls(_number("mean-shift", argument)) if argument else cls()
+
+    def correct(self, kept: Kept) -> tuple[Tensor, Tensor]:
+        """Un-rotated keys of a chunk are all moved the same way, and so are its values."""
+        return kept.keys + kept.place(self._shift(kept, kept.key_errors)), kept.values + self._shift(
+            kept, kept.value_errors
+        )
+
+    def _shift(self, kept: Kept, errors: Tensor | None) -> Tensor:
+        """`[H, N, D]` for each token that is kept; zeros where nothing of its chunk is recomputed."""
+        assert errors is not None
+        assert kept.error_chunk is not None
+        sums = errors.new_zeros(errors.shape[0], kept.chunks, errors.shape[2]).index_add_(1, kept.error_chunk, errors)
+        counts = torch.bincount(kept.error_chunk, minlength=kept.chunks).clamp_min(1)
+        return (self.weight * sums / counts[:, None])[:, kept.chunk]
+
+
+@dataclass
+class Temperature(Corrector):
+    """Sharpens attention to what is kept: its logits are divided by a temperature (APE, Yang et al. 2502.05431).
+
+    Attention to chunks that were computed apart is too flat over all of them together. Logits are linear in keys, so
+    keys are divided. (APE scales the whole context's weight as well; no change of its keys does that, so it is left
+    out.)
+
+    Args:
+        temperature: below 1 sharpens.
+
+    Raises:
+        ValueError: for a temperature that is not a positive number.
+    """
+
+    temperature: float = 0.95
+
+    def __post_init__(self) -> None:
+        """Refuses what is no temperature."""
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature-{self.temperature:g}: give a temperature above 0, such as 0.95")
+
+    @property
+    def name(self) -> str:
+        """`temperature-0.95`."""
+        return f"temperature-{self.temperature:g}"
+
+    @classmethod
+    def parse(cls, argument: str) -> Self:
+        """`temperature-0.9`."""
+        return cls(_number("temperature", argument)) if argument else cls()
+
+    def correct(self, kept: Kept) -> tuple[Tensor, Tensor]:
+        """Values stay as they are."""
+        return kept.keys / self.temperature, kept.values
+
+
+_CORRECTORS: dict[str, type[Corrector]] = {"mean-shift": MeanShift, "temperature": Temperature}
+
+
+def corrector_names() -> list[str]:
+    """Families that `get_corrector` knows, with those of plug-ins (entry point group `blendkv.correctors`)."""
+    return sorted({*_CORRECTORS, *(e.name for e in entry_points(group="blendkv.correctors"))})
+
+
+def get_corrector(corrector: str | Corrector | None) -> Corrector | None:
+    """The corrector of a name (`mean-shift-0.5`, `temperature-0.9`), or the corrector itself; None for none.
+
+    Raises:
+        ValueError: for an unknown name, or one that cannot be read.
+    """
+    if corrector is None or isinstance(corrector, Corrector):
+        return corrector
+    plugins = None
+    for family in sorted(_CORRECTORS, key=len, reverse=True):
+        if corrector == family or corrector.startswith(f"{family}-"):
+            return _CORRECTORS[family].parse(corrector[len(family) + 1 :])
+    plugins = {e.name: e for e in entry_points(group="blendkv.correctors")}
+    for family in sorted(plugins, key=len, reverse=True):
+        if corrector == family or corrector.startswith(f"{family}-"):
+            return plugins[family].load().parse(corrector[len(family) + 1 :])
+    raise ValueError(
+        f"unknown corrector {corrector!r}; choose one of {', '.join(corrector_names())}, pass a Corrector, or None"
+    )
+
+
+def _number(family: str, argument: str) -> float:
+    try:
+        return float(argument)
+    except ValueError:
+        raise ValueError(f"{family}-{argument}: a number goes after {family!r} and a hyphen") from None
