@@ -11,20 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blendkv import flops
 from blendkv.attention import LazyMask, RowMask, blending
 from blendkv.buffers import Buffers
 from blendkv.cache import BlendedCache
 from blendkv.choosing import candidates_of, is_known_ahead, keep_best
 from blendkv.correcting import write_corrected
-from blendkv.errors import CacheStateError, UnsupportedModelError
+from blendkv.errors import CacheStateError
 from blendkv.facts import ModelFacts, kernels_unusable
 from blendkv.graphs import GraphPass
-from blendkv.kernelbuffers import KernelBuffers
+from blendkv.kernelbuffers import KernelBuffers, new_tables
 from blendkv.kernels.table import upload
 from blendkv.plan import RowPlan, chunks_per_row, plan_row, require_hits
 from blendkv.question import Enough, Question
-from blendkv.report import BlendReport, ChunkUse, LayerRows
+from blendkv.report import BlendReport, ChunkUse
+from blendkv.rows import left_pad, take_rows
 from blendkv.selectors import Candidates
 
 
@@ -73,17 +73,20 @@ class Blend:
         self._question: Question | None = None
         self._padded = visible is not None
         self._narrowed: dict[int, tuple[Any, Any]] = {}
-        self._probed: dict[int, int] = {}
+        self.probed: dict[int, int] = {}
+        """By layer, chunk tokens whose fresh keys and values were compared with stored ones."""
         self._ahead: dict[int, list[Tensor]] = {}
         self._open = ExitStack()
-        self._outputs = min(cache.logits_to_keep or 1, self.length)
+        self.outputs = min(cache.logits_to_keep or 1, self.length)
+        """Last rows whose logits are wanted: always computed."""
         ids = input_ids.cpu().numpy()
         self._real = np.ones(ids.shape, bool) if visible is None else visible.cpu().numpy().astype(bool)
         self._ids = np.where(self._real, ids, -1)
         self._chunks = chunks_per_row(cache.chunks, len(ids))
         self.plans: list[RowPlan] = []
         """One a batch row, once `prepare` was called."""
-        self._chunk_total = 0
+        self.chunk_total = 0
+        """Tokens filled from chunks unless they are recomputed, over all batch rows."""
         self.chosen: list[Tensor] = []
         """For each batch row the chunk tokens among the rows computed in the current layer, once rows were dropped."""
 
@@ -131,7 +134,7 @@ class Blend:
             return
         try:
             for b, chunks in enumerate(self._chunks):
-                self.plans.append(plan_row(b, self._ids[b], chunks, self.facts.mismatch, self.length - self._outputs))
+                self.plans.append(plan_row(b, self._ids[b], chunks, self.facts.mismatch, self.length - self.outputs))
                 if self.cache.strict:
                     require_hits(self.plans[-1], chunks)
             self._warn_if_nothing_found()
@@ -140,12 +143,12 @@ class Blend:
             raise
         self.report.tokens = int(self._real.sum())
         self.count()
-        if self._chunk_total and self.first_narrowed is not None:
+        if self.chunk_total and self.first_narrowed is not None:
             self.buffers.prepare(0 if self._may_ask else self.first_narrowed)
 
     def count(self) -> None:
         """Notes how much of the prompt comes from chunks."""
-        self._chunk_total = sum(plan.chunk_tokens for plan in self.plans)
+        self.chunk_total = sum(plan.chunk_tokens for plan in self.plans)
         self.report.chunks = self.uses
         self.report.chunk_bytes = sum(plan.chunk_bytes for plan in self.plans)
 
@@ -178,7 +181,7 @@ class Blend:
     @property
     def wants_question(self) -> bool:
         """Whether the selector wants to know what the question attends to."""
-        return self._may_ask and self._chunk_total > 0
+        return self._may_ask and self.chunk_total > 0
 
     @contextmanager
     def ask(self) -> Generator[None]:
@@ -208,11 +211,11 @@ class Blend:
     def wants_probe(self, layer_idx: int) -> bool:
         """Whether this layer's fresh keys and values of the current rows are to be compared with stored ones."""
         compares = "deviation" in self.cache.selector.needs and self.cache.schedule.get(layer_idx, 0.0) > 0
-        return compares and self._chunk_total > 0
+        return compares and self.chunk_total > 0
 
     def wants_selection(self, layer_idx: int) -> bool:
         """Whether rows are dropped in front of this layer."""
-        return not self.aside and layer_idx in self.cache.schedule and self._chunk_total > 0
+        return not self.aside and layer_idx in self.cache.schedule and self.chunk_total > 0
 
     def select(self, layer_idx: int, keys: Tensor | None = None, values: Tensor | None = None) -> Tensor:
         """Chooses the rows to compute from this layer on.
@@ -278,14 +281,14 @@ class Blend:
     def wants_last_only(self, layer_idx: int) -> bool:
         """Whether nothing but keys and values is needed of most rows from this layer on: nobody reads their output."""
         last = layer_idx == len(self.facts.rotations) - 1 and not self.aside
-        return last and not self.reads_all and self.rows is not None and self._outputs < self.rows.shape[1]
+        return last and not self.reads_all and self.rows is not None and self.outputs < self.rows.shape[1]
 
     def select_last(self) -> Tensor:
         """Leaves the rows whose logits are wanted; `[B, outputs]` indices into the current rows."""
         assert self.rows is not None
         width, device = self.rows.shape[1], self.rows.device
-        self.set_rows(self.rows[:, -self._outputs :].contiguous(), graphs=False)
-        return torch.arange(width - self._outputs, width, device=device).expand(len(self.plans), -1)
+        self.set_rows(self.rows[:, -self.outputs :].contiguous(), graphs=False)
+        return torch.arange(width - self.outputs, width, device=device).expand(len(self.plans), -1)
 
     def set_rows(self, rows: Tensor, graphs: bool | None = True) -> None:
         """From here on `rows [B, S]` are computed, ascending prompt indices.
@@ -353,7 +356,7 @@ class Blend:
     def _deviation(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """`[B, S]` squared distances of fresh from stored keys and values, as far as the selector wants them."""
         self.buffers.place(layer_idx, keys, values)
-        self._probed[layer_idx] = sum(map(len, self.chosen)) if self.chosen else self._chunk_total
+        self.probed[layer_idx] = sum(map(len, self.chosen)) if self.chosen else self.chunk_total
         wanted = self.cache.selector.sources
         fresh = (("k", keys), ("v", values))
         k, v = (
@@ -414,84 +417,6 @@ class Blend:
             self._question.note(layer_idx)
         self.cache.blended[layer_idx].resize(self.length)
 
-    # -- after the last layer ---------------------------------------------------------------------------------------
-
-    def finish(self) -> None:
-        """Writes the partition of rows and the cost into the report."""
-        self.prepare()
-        missed = sum(plan.missed for plan in self.plans)
-        fresh = self.report.tokens - self._chunk_total - missed
-        last_only = self.rows is not None and self.rows is not self.filled[-1][0]
-        for i, (_, chosen) in enumerate(self.filled):
-            computed = self._chunk_total if chosen is None else sum(map(len, self.still_of_chunks(chosen)))
-            self.report.layers.append(
-                LayerRows(
-                    reused=self._chunk_total - computed,
-                    recomputed=computed,
-                    fresh=fresh,
-                    missed=missed,
-                    probed=self._probed.get(i, 0),
-                    through=computed + fresh + missed,
-                )
-            )
-        last = self.report.layers[-1]
-        if last_only:
-            last.through = self._outputs * len(self.plans)
-        if self.facts.shape is not None:
-            spent = [
-                flops.LayerRows(full=layer.recomputed)
-                if rows is None
-                else flops.LayerRows(probed=layer.probed, selected=layer.recomputed)
-                for (rows, _), layer in zip(self.filled, self.report.layers, strict=True)
-            ]
-            if last_only:
-                spent[-1] = flops.LayerRows(probed=max(last.probed, last.recomputed))
-            self.report.charged_budget = flops.charged_budget(self.facts.shape, spent, self._chunk_total)
-        self.report.cache_bytes = sum(t.nbytes for la in self.cache.blended for t in (la._keys, la._values))
-        all_of_them = [torch.from_numpy(np.flatnonzero(~plan.fresh)) for plan in self.plans]
-        chosen = self.filled[-1][1]
-        self.cache.recomputed = all_of_them if chosen is None else self.still_of_chunks(chosen)
-
-    def expand(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
-        """`[B, S, ...]` of computed rows as `[B, T, ...]`, NaN where nothing was computed.
-
-        What has T rows although fewer were computed (the embeddings) stays as it is.
-
-        Raises:
-            UnsupportedModelError: if the number of rows is neither, so that nobody could say which they are.
-        """
-        computed = self.length if rows is None else rows.shape[1]
-        if rows is None or hidden.shape[1] != computed:
-            if hidden.shape[1] == self.length:
-                return hidden
-            raise UnsupportedModelError(
-                f"an output of {hidden.shape[1]} rows where {computed} of {self.length} were computed: leave out "
-                "output_hidden_states and output_attentions for a blend with this model"
-            )
-        full = hidden.new_full((hidden.shape[0], self.length, *hidden.shape[2:]), float("nan"))
-        batch = torch.arange(hidden.shape[0], device=hidden.device)[:, None]
-        full[batch, rows.to(hidden.device)] = hidden
-        return full
-
 
 def _nothing() -> None:
     """No forward is under way."""
-
-
-def take_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of `[B or 1, T, ...]` at `index [B, S]`: `[B, S, ...]`."""
-    index = index.to(x.device)
-    if x.shape[0] == 1 and index.shape[0] == 1:
-        return x.index_select(1, index[0])
-    batch = torch.arange(index.shape[0], device=x.device)[:, None] if x.shape[0] > 1 else torch.zeros_like(index)
-    return x[batch, index]
-
-
-def new_tables(devices: Sequence[torch.device]) -> dict[torch.device, Tensor]:
-    """A table for each device, to be filled."""
-    return {d: torch.empty(len(devices), 4, dtype=torch.int64, device=d) for d in set(devices)}
-
-
-def left_pad(row: Tensor, width: int) -> Tensor:
-    """Repeats the first entry so that rows of a batch get equal length."""
-    return torch.cat([row[:1].expand(width - len(row)), row]) if len(row) < width else row

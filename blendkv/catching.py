@@ -6,9 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blendkv.blend import Blend, left_pad, take_rows
+from blendkv.blend import Blend
 from blendkv.errors import ChunkMissError
 from blendkv.kernels.table import upload
+from blendkv.rows import left_pad, take_rows
 
 
 class CaughtUp(Exception):

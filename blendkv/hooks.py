@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from blendkv import _compat, attention, kernels
+from blendkv.accounting import write_report
 from blendkv.attachment import Attachment, LayerForward
-from blendkv.blend import Blend, take_rows
+from blendkv.blend import Blend
 from blendkv.cache import BlendedCache, BlendedLayer
 from blendkv.catching import CaughtUp, catch_up, gives_up
 from blendkv.compiling import refuse_compiled
@@ -23,6 +24,7 @@ from blendkv.decoding import Step, fits
 from blendkv.errors import NotAttachedError, UnsupportedModelError
 from blendkv.graphs import devices_of
 from blendkv.norms import fuse, restore_forward, unfuse
+from blendkv.rows import put_back, take_rows
 
 STATE = "_blendkv_attachment"
 _OUTPUTS = ("hidden_states", "attentions")
@@ -377,21 +379,21 @@ def _after_decoder(decoder: nn.Module, args: tuple, kwargs: dict[str, Any], outp
             "all of them (no early exit, no layer skipping)"
         )
     last = blend.rows
-    blend.finish()
+    write_report(blend)
     cache._failed = False
     cache.record(blend.ids)
     blend.report.listeners.tell(blend.report)
     if isinstance(output, tuple):
-        return (blend.expand(output[0], last), *output[1:])
-    output.last_hidden_state = blend.expand(output.last_hidden_state, last)
+        return (put_back(output[0], last, blend.length), *output[1:])
+    output.last_hidden_state = put_back(output.last_hidden_state, last, blend.length)
     if getattr(output, "hidden_states", None) is not None:
         rows = [rows for rows, _ in (blend.filled[0], *blend.filled)]
         output.hidden_states = tuple(
-            h if h is None else blend.expand(h, r) for h, r in zip(output.hidden_states, rows, strict=True)
+            h if h is None else put_back(h, r, blend.length) for h, r in zip(output.hidden_states, rows, strict=True)
         )
     if getattr(output, "attentions", None):  # without eager attention transformers gives none of them
         output.attentions = tuple(
-            a if a is None else blend.expand(a.transpose(1, 2), r).transpose(1, 2)
+            a if a is None else put_back(a.transpose(1, 2), r, blend.length).transpose(1, 2)
             for a, (r, _) in zip(output.attentions, blend.filled, strict=True)
         )
     return output

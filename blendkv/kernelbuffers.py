@@ -227,6 +227,11 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return _STREAMS[device]
 
 
+def new_tables(devices: Sequence[torch.device]) -> dict[torch.device, Tensor]:
+    """A table for each device, to be filled."""
+    return {d: torch.empty(len(devices), 4, dtype=torch.int64, device=d) for d in set(devices)}
+
+
 def scatter(table: Tensor, layer_idx: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
     """Writes fresh `[B, H, S, D]` states at `rows [B, S]` into the buffers that a table names."""
     from blendkv.kernels.rows import scatter

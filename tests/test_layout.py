@@ -23,22 +23,22 @@ stores.pool stores.writing stores.reading stores.backlog stores.tiered stores.sa
 stores.checking stores.inspection loading.queues loading.scheduler loading.sources loading.arriving loading
 loading.clocks loading.throughput loading.streaming loading.policies loading.levels loading.assembly loading.orders
 loading.handover loading.wanted loading.client attention mass cache facts plan choosing buffers kernelbuffers
-correcting waits recording graphs norms question blend catching decoding attachment hooks learning proof attaching
-layout conversation pace loading.costs loading.plans loading.decision loading.controller loading.progress
-loading.sparing loading.incoming loading.survey loading.transfer loading.pipeline loading.guided loading.timely
-prefilling loading.measuring scoring supply divergence guard manifest gathering hub sharing pretrained inputs library
-counting telemetry documents precompute texts trials calibrating models contract testing passages loading.losses bench
-bench.measure bench.scores bench.intervals bench.records bench.readers bench.synthetic bench.tasks bench.methods
-bench.shapes bench.prompts bench.gates bench.decode bench.memory bench.results bench.stores bench.traces
-bench.bandwidth bench.throttle bench.eviction bench.kernels bench.coding bench.expanding bench.ttft bench.laying
-bench.answering bench.forcing bench.loading_runs bench.loading bench.mapping bench.conditions bench.settings
-bench.items bench.journal bench.summary bench.codec_table bench.store_table bench.queueing bench.workload
-bench.serving bench.throughput bench.throughput_table bench.table bench.leaderboard bench.quality bench.insights
-bench.quality_plot bench.throughput_plot bench.plot bench.suggest bench.coders bench.codec bench.joint bench.links
-bench.simulation bench.oracle bench.streaming bench.sending bench.streaming_levels bench.fairness bench.gateway_bare
-bench.gateway_load bench.gateway verify families survey guide demo serving.limits serving.tokens serving.slots
-serving.ranges serving.entries serving.protocol serving.metrics serving.logs serving.central serving.answers
-serving.chunks serving.names serving.app serving.server serving integrations integrations.extras
+correcting waits recording graphs norms rows question blend accounting catching decoding attachment hooks learning
+proof attaching layout conversation pace loading.costs loading.plans loading.decision loading.controller
+loading.progress loading.sparing loading.incoming loading.survey loading.transfer loading.pipeline loading.guided
+loading.timely prefilling loading.measuring scoring supply divergence guard manifest gathering hub sharing pretrained
+inputs library counting telemetry documents precompute texts trials calibrating models contract testing passages
+loading.losses bench bench.measure bench.scores bench.intervals bench.records bench.readers bench.synthetic
+bench.tasks bench.methods bench.shapes bench.prompts bench.gates bench.decode bench.memory bench.results bench.stores
+bench.traces bench.bandwidth bench.throttle bench.eviction bench.kernels bench.coding bench.expanding bench.ttft
+bench.laying bench.answering bench.forcing bench.loading_runs bench.loading bench.mapping bench.conditions
+bench.settings bench.items bench.journal bench.summary bench.codec_table bench.store_table bench.queueing
+bench.workload bench.serving bench.throughput bench.throughput_table bench.table bench.leaderboard bench.quality
+bench.insights bench.quality_plot bench.throughput_plot bench.plot bench.suggest bench.coders bench.codec bench.joint
+bench.links bench.simulation bench.oracle bench.streaming bench.sending bench.streaming_levels bench.fairness
+bench.gateway_bare bench.gateway_load bench.gateway verify families survey guide demo serving.limits serving.tokens
+serving.slots serving.ranges serving.entries serving.protocol serving.metrics serving.logs serving.central
+serving.answers serving.chunks serving.names serving.app serving.server serving integrations integrations.extras
 integrations.detokenizing integrations.answering integrations.prefetching integrations.langchain_messages
 integrations.langchain_retriever integrations.langchain_chat integrations.langchain integrations.llama_index
 integrations.pipeline integrations.haystack web.asked web.telling web.tokens web.running web.drawing web.visitors
