@@ -68,7 +68,7 @@ def _kept(
 ) -> Kept:
     layer, rotation, plan = buffers.layers[layer_idx], buffers.rotations[layer_idx], buffers.plans[b]
     angles = buffers.angles(rotation, at.device)
-    number = upload(plan.spans(buffers.length)[0], at.device)
+    number, offset = upload(plan.spans(buffers.length)[:2], at.device)
 
     def turn(tokens: Tensor) -> tuple[Tensor, Tensor] | None:
         return None if angles is None else (angles[0][b : b + 1, :, tokens], angles[1][b : b + 1, :, tokens])
@@ -77,9 +77,11 @@ def _kept(
         keys=layer._keys[b, :, at].float(),
         values=layer._values[b, :, at].float(),
         chunk=number[at],
+        offset=offset[at],
         chunks=len(plan.placed),
         key_errors=None if errors is None else rotation.unrotate(errors[0][None], turn(chosen))[0],
         value_errors=None if errors is None else errors[1],
         error_chunk=None if errors is None else number[chosen],
+        error_offset=None if errors is None else offset[chosen],
         place=lambda keys: rotation.rotate(keys[None], turn(at))[0],
     )

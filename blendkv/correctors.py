@@ -24,21 +24,25 @@ class Kept:
         keys: `[H, N, D]` fp32 stored keys of tokens that are kept, turned to where they stand in the prompt.
         values: `[H, N, Dv]` fp32 stored values of them.
         chunk: `[N]` the number of each token's chunk, counted as they stand in the prompt.
+        offset: `[N]` the index of each in what stands of its chunk.
         chunks: how many there are.
         key_errors: `[H, M, D]` fp32 fresh less stored keys of tokens that are recomputed, un-rotated; None unless the
             corrector `compares`.
         value_errors: `[H, M, Dv]` fp32, likewise.
         error_chunk: `[M]` the number of the chunk of each.
+        error_offset: `[M]` the index of each in what stands of its chunk.
         place: turns un-rotated `[H, N, D]` to the positions of the tokens that are kept.
     """
 
     keys: Tensor
     values: Tensor
     chunk: Tensor
+    offset: Tensor
     chunks: int
     key_errors: Tensor | None
     value_errors: Tensor | None
     error_chunk: Tensor | None
+    error_offset: Tensor | None
     place: Callable[[Tensor], Tensor]
 
 
@@ -73,9 +77,17 @@ class Corrector(ABC):
         """Keys `[H, N, D]` and values `[H, N, Dv]` to take in place of those that are kept; nothing in place."""
 
 
+SINKS = 4
+"""First tokens of a chunk, which were attention sinks while it was computed alone: off in a way of their own."""
+
+
 @dataclass
 class MeanShift(Corrector):
     """Adds to what is kept of a chunk the mean error of what is recomputed of it (AgentKVShift, 2607.21604).
+
+    Beyond the paper: the first tokens of chunks are left out on both sides, as sinks are off in a way of their own, and each
+    head's mean is shrunk by what is noise of it (James and Stein 1961): where few tokens are recomputed, or each is off in
+    a direction of its own, little is added.
 
     Args:
         weight: of that mean.
@@ -85,7 +97,7 @@ class MeanShift(Corrector):
     """
 
     compares: ClassVar[bool] = True
-    weight: float = 0.5
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
         """Refuses what is no weight."""
@@ -94,8 +106,8 @@ class MeanShift(Corrector):
 
     @property
     def name(self) -> str:
-        """`mean-shift-0.5`."""
-        return f"mean-shift-{self.weight:g}"
+        """`mean-shift`, with its weight if that is not 1."""
+        return "mean-shift" if self.weight == 1 else f"mean-shift-{self.weight:g}"
 
     @classmethod
     def parse(cls, argument: str) -> Self:
@@ -104,17 +116,24 @@ class MeanShift(Corrector):
 
     def correct(self, kept: Kept) -> tuple[Tensor, Tensor]:
         """Un-rotated keys of a chunk are all moved the same way, and so are its values."""
-        return kept.keys + kept.place(self._shift(kept, kept.key_errors)), kept.values + self._shift(
-            kept, kept.value_errors
-        )
+        keys = kept.keys + kept.place(self._shift(kept, kept.key_errors))
+        return keys, kept.values + self._shift(kept, kept.value_errors)
 
     def _shift(self, kept: Kept, errors: Tensor | None) -> Tensor:
-        """`[H, N, D]` for each token that is kept; zeros where nothing of its chunk is recomputed."""
+        """`[H, N, D]` for each token that is kept; zeros where no two tokens of its chunk are recomputed."""
         assert errors is not None
         assert kept.error_chunk is not None
-        sums = errors.new_zeros(errors.shape[0], kept.chunks, errors.shape[2]).index_add_(1, kept.error_chunk, errors)
-        counts = torch.bincount(kept.error_chunk, minlength=kept.chunks).clamp_min(1)
-        return (self.weight * sums / counts[:, None])[:, kept.chunk]
+        assert kept.error_offset is not None
+        told = (kept.error_offset >= SINKS).nonzero()[:, 0]
+        errors, chunk = errors[:, told], kept.error_chunk[told]
+        count = torch.bincount(chunk, minlength=kept.chunks).clamp_min(1)[:, None]
+        zeros = errors.new_zeros(errors.shape[0], kept.chunks, errors.shape[2])
+        mean = zeros.index_add(1, chunk, errors) / count
+        square = mean.square().sum(-1, keepdim=True)
+        spread = zeros.index_add(1, chunk, (errors - mean[:, chunk]).square()).sum(-1, keepdim=True)
+        noise = spread / (count * (count - 1).clamp_min(1))  # expected square of the mean, were there nothing but noise
+        shrunk = (1 - noise / square.clamp_min(torch.finfo(square.dtype).tiny)).clamp_min(0) * (count > 1)
+        return (self.weight * shrunk * mean)[:, kept.chunk] * (kept.offset >= SINKS)[:, None]
 
 
 @dataclass
