@@ -85,9 +85,9 @@ SINKS = 4
 class MeanShift(Corrector):
     """Adds to what is kept of a chunk the mean error of what is recomputed of it (AgentKVShift, 2607.21604).
 
-    Beyond the paper: the first tokens of chunks are left out on both sides, as sinks are off in a way of their own, and each
-    head's mean is shrunk by what is noise of it (James and Stein 1961): where few tokens are recomputed, or each is off in
-    a direction of its own, little is added.
+    Beyond the paper: the first tokens of chunks are left out on both sides, as sinks are off in a way of their own, and
+    each head's mean is shrunk by what is noise of it (James and Stein 1961): where few tokens are recomputed, or each
+    is off in a direction of its own, little is added.
 
     Args:
         weight: of that mean.

@@ -59,7 +59,8 @@ def blend(
         schedule: layer -> share of chunk tokens kept from there on.
         score: "k", "v" or "kv" (deviation at the layer of the schedule), "boundary" (earlier in its chunk is better),
             or `[N]` scores of all chunk tokens in prompt order.
-        shift: share of the mean error of a chunk's computed rows that is added to its others, keys un-rotated.
+        shift: share of the mean error of a chunk's computed rows that is added to its others, keys un-rotated, each
+            head's less what is noise of it, the chunk's first four tokens left out.
         temperature: that keys of rows which are not computed are divided by.
     """
     core, config, schedule = model.model, model.config, schedule or {}
@@ -113,12 +114,12 @@ def blend(
 
         for row in set(range(total)) - set(rows):
             k[row], v[row] = stored_k[row], stored_v[row]
-            mates = [r for r in rows if r in owner and owner[r][0] is owner[row][0]]
-            if shift and mates:
+            mates = [r for r in rows if r in owner and owner[r][0] is owner[row][0] and r - owner[r][0].start >= 4]
+            if shift and len(mates) > 1 and row - owner[row][0].start >= 4:
                 moved = kept_k.clone()
-                moved[row] += shift * torch.stack([own_k[r] - kept_k[r] for r in mates]).mean(0)
+                moved[row] += shift * shrunk_mean([own_k[r] - kept_k[r] for r in mates])
                 k[row] = rotate(core, moved, position)[row] if rotates else moved[row]
-                v[row] = stored_v[row] + shift * torch.stack([v[r] - stored_v[r] for r in mates]).mean(0)
+                v[row] = stored_v[row] + shift * shrunk_mean([v[r] - stored_v[r] for r in mates])
             k[row] = k[row] / temperature
         following = torch.full_like(hidden, torch.nan)
         per_group = q.shape[1] // k.shape[1]
@@ -142,6 +143,13 @@ def blend(
         out.attention.append(asked)
     out.logits = linear(model.lm_head, rms_norm(core.norm, hidden[total - 1]))
     return out
+
+
+def shrunk_mean(errors: Sequence[Tensor]) -> Tensor:
+    """`[heads, D]` mean of errors, each head's shrunk after James and Stein: by the share of it that noise explains."""
+    mean = sum(errors) / len(errors)
+    noise = sum((error - mean).square().sum(-1) for error in errors) / (len(errors) - 1) / len(errors)
+    return mean * (1 - noise / mean.square().sum(-1)).clamp_min(0)[:, None]
 
 
 def rotate(core: nn.Module, x: Tensor, position: Tensor) -> Tensor:

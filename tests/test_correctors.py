@@ -24,6 +24,10 @@ def test_what_stays_is_corrected_as_in_the_oracle(attached, family, ratio, corre
     cache = BlendedCache(case.caches, ratio, corrector=corrector)
     compare(model, case, cache, {1: ratio} if ratio else {0: 0.0}, **want)
     assert cache.report.corrector == corrector.name
+    plain = BlendedCache(case.caches, ratio)
+    run(model, case.ids, plain)
+    corrects = ratio < 1 and (ratio >= 0.5 or not corrector.compares)
+    assert torch.equal(cache.layers[2].keys, plain.layers[2].keys) is not corrects or ratio == 0.15
 
 
 @pytest.mark.parametrize(("corrector", "want"), BOTH, ids=lambda x: getattr(x, "name", ""))
@@ -60,7 +64,7 @@ def test_the_question_pass_sees_what_was_stored_and_corrects_nothing_twice(attac
     at = torch.cat([torch.arange(s, s + len(c)) for s, c in zip(case.starts, case.chunks, strict=True)]).sort().values
     placements = [Placement(c, s) for c, s in zip(case.caches, case.starts, strict=True)]
     scores = torch.isin(at, cache.recomputed[0]).float()
-    how = {"shift": 0.5} if corrector == "mean-shift" else {"temperature": 0.95}
+    how = {"shift": 1.0} if corrector == "mean-shift" else {"temperature": 0.95}
     want = blend(model, case.ids[0], placements, {0: 0.3}, scores, **how)
     torch.testing.assert_close(got.logits[0, -1].double(), want.logits, atol=1e-4, rtol=1e-4)
 
@@ -128,9 +132,9 @@ class Louder(Corrector):
 def test_names():
     assert corrector_names() == ["mean-shift", "temperature"]
     assert get_corrector(None) is None
-    assert get_corrector("mean-shift") == MeanShift(0.5)
+    assert get_corrector("mean-shift") == MeanShift(1.0)
     assert get_corrector("temperature-0.9") == Temperature(0.9)
-    for corrector in (MeanShift(0.25), Temperature(1.25)):
+    for corrector in (MeanShift(), MeanShift(0.25), Temperature(1.25)):
         assert get_corrector(corrector.name) == corrector
     own = Louder()
     assert get_corrector(own) is own
