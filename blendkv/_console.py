@@ -17,6 +17,12 @@ DEBUG = "BLENDKV_DEBUG"
 WIDTH = 160
 """Of tables that do not go to a terminal."""
 _NOT_SHOWN = ("Cc", "Cs")
+_ADVICE = {
+    FileNotFoundError: "look at its name",
+    NotADirectoryError: "look at its path",
+    IsADirectoryError: "give a file",
+    PermissionError: "look at its rights",
+}
 
 
 @contextmanager
@@ -30,11 +36,19 @@ def work(as_json: bool) -> Generator[None]:
             raise
         from blendkv.errors import BlendError
 
-        message = " ".join(str(error).split()) or type(error).__name__
+        message = " ".join(_said(error).split()) or type(error).__name__
         if not isinstance(error, BlendError | OSError | ImportError | ValueError):
             message = f"{type(error).__name__}: {message} ({DEBUG}=1 shows where)"
         typer.echo(f"blendkv: {printable(message)}", err=True)
         raise typer.Exit(1) from None
+
+
+def _said(error: Exception) -> str:
+    """What an error says; of the system's own about a file: which file first, and what to do last."""
+    if not isinstance(error, OSError) or error.filename is None or error.strerror is None:
+        return str(error)
+    advice = next((f"; {advice}" for kind, advice in _ADVICE.items() if isinstance(error, kind)), "")
+    return f"{error.filename}: {error.strerror}{advice}"
 
 
 def _is_for_typer(error: Exception) -> bool:

@@ -99,8 +99,8 @@ def _legend(drawn: Picture) -> str:
         said += f"; they hold {drawn.held:.0%} of the squared deviation"
     return (
         f'<p>{said}.</p><div class="bk-legend"><span>Deviation of stored keys and values:</span>{swatches}'
-        '<span class="bk-swatch bk-out">outlined</span><span>recomputed by the blend</span>'
-        '<span class="bk-swatch bk-fresh">dotted</span><span>not stored, always computed</span></div>'
+        '<span class="bk-key"><span class="bk-swatch bk-out">outlined</span> recomputed by the blend</span>'
+        '<span class="bk-key"><span class="bk-swatch bk-fresh">dotted</span> not stored, always computed</span></div>'
     )
 
 

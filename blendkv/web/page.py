@@ -14,7 +14,7 @@ from blendkv.errors import BlendError
 from blendkv.passages import read_passages
 from blendkv.web import drawing
 from blendkv.web.asked import DOCUMENTS, Asked
-from blendkv.web.running import Comparison, View
+from blendkv.web.running import ANSWER_TOKENS, Comparison, View
 from blendkv.web.visitors import Visitors
 
 TITLES = ("Saffron", "The Oresund crossing", "Octopuses", "The Rosetta Stone", "The Emu War")
@@ -38,7 +38,8 @@ SELECTORS = [
 ]
 ABOUT = (
     "Documents are computed once, each alone, and reused in any prompt and any order. Edit them, ask something, and "
-    "see what reuse costs and what a blend repairs. Everything runs on this machine."
+    f"see what reuse costs and what a blend repairs. Answers are cut at {ANSWER_TOKENS} tokens. Everything runs on this "
+    "machine."
 )
 Shown = tuple[str, str, str, str]
 """HTML of the status, the results, the prompt and the origins."""

@@ -93,6 +93,19 @@ def test_recomputed_tokens_are_marked_by_more_than_colour():
         assert said in shown
 
 
+def test_a_sign_stays_beside_its_meaning():
+    """Both in one element, which no line is broken in."""
+    shown = ET.fromstring(f"<div>{drawing.picture(view())}</div>")
+    keys = ["".join(e.itertext()) for e in shown.iter("span") if e.get("class") == "bk-key"]
+    assert keys == ["outlined recomputed by the blend", "dotted not stored, always computed"]
+    assert ".bk-key { white-space: nowrap; }" in CSS
+
+
+def test_lines_run_as_their_script_does():
+    rule = re.search(r"\.bk-answer, \.bk-tokens \{([^}]*)\}", CSS)
+    assert "unicode-bidi: plaintext" in rule[1]
+
+
 @pytest.mark.parametrize(("deviation", "step"), [(0.0, 0), (0.09, 0), (0.11, 1), (0.39, 3), (0.41, 4), (9.0, 4)])
 def test_steps(deviation, step):
     assert drawing.step_of(deviation, 0.5) == step
