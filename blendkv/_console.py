@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import sys
@@ -17,6 +18,8 @@ DEBUG = "BLENDKV_DEBUG"
 WIDTH = 160
 """Of tables that do not go to a terminal."""
 _NOT_SHOWN = ("Cc", "Cs")
+_GRUMBLING = ("torchao", "torch.utils._pytree")
+"""Loggers that warn, wherever torchao is installed, of parts of it that this machine cannot use."""
 _ADVICE = {
     FileNotFoundError: "look at its name",
     NotADirectoryError: "look at its path",
@@ -28,6 +31,9 @@ _ADVICE = {
 @contextmanager
 def work(as_json: bool) -> Generator[None]:
     """Runs the body of a command: errors become one line and exit code 1; with JSON nothing else gets to stdout."""
+    if os.environ.get(DEBUG) != "1":
+        for name in _GRUMBLING:
+            logging.getLogger(name).setLevel(logging.ERROR)
     try:
         with redirect_stdout(sys.stderr if as_json else sys.stdout):
             yield

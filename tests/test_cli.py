@@ -1,6 +1,8 @@
 import json
+import logging
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -34,6 +36,16 @@ def model(monkeypatch):
     made = tiny_model("llama", max_position_embeddings=8192)
     monkeypatch.setattr("blendkv.models.load_model", lambda *args, **kwargs: (made, byte_tokenizer(chat=True)))
     return made
+
+
+@contextmanager
+def caught(name):
+    """What a logger hands on meanwhile."""
+    records, handler = [], logging.Handler()
+    handler.emit = records.append
+    logging.getLogger(name).addHandler(handler)
+    yield records
+    logging.getLogger(name).removeHandler(handler)
 
 
 def only_json(result):
@@ -150,6 +162,18 @@ def test_an_unknown_selector_is_told_the_names(run):
     said = " ".join(run("bench", "ttft", "m", "--selector", "magic").stderr.replace("│", " ").split())
     assert "unknown selector 'magic'; choose one of all, attention, boundary," in said
     assert "pass a Selector" not in said
+
+
+def test_torchao_does_not_grumble_about_what_nobody_asked_for(run, monkeypatch):
+    def loading(*args, **kwargs):
+        logging.getLogger("torchao").warning("Failed to load /somewhere/torchao/_C.so")
+        raise ValueError("the end")
+
+    monkeypatch.setattr("blendkv.models.load_model", loading)
+    logging.getLogger("torchao").setLevel(logging.NOTSET)
+    with caught("torchao") as records:
+        assert run("verify", "m").stderr == "blendkv: the end\n"
+    assert records == []
 
 
 def test_debug_shows_the_traceback(run, monkeypatch):

@@ -79,7 +79,9 @@ def test_cards_say_what_is_known():
     for said in ("Full recompute done", "documents computed 15%", "0.080 nats", "0.300 nats", "same answer no"):
         assert said in shown
     waiting = words(f"<div>{drawing.results(View(''))}</div>")
-    assert waiting.count("waiting") == 3
+    assert waiting.count("waiting") == waiting.count("no answer yet") == 3
+    stopped = words(f"<div>{drawing.results(View('').with_column(0, state='stopped'))}</div>")
+    assert (stopped.count("no answer"), stopped.count("no answer yet")) == (3, 2)
     assert "KL" not in waiting
 
 
