@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import sys
@@ -17,11 +18,22 @@ DEBUG = "BLENDKV_DEBUG"
 WIDTH = 160
 """Of tables that do not go to a terminal."""
 _NOT_SHOWN = ("Cc", "Cs")
+_GRUMBLING = ("torchao", "torch.utils._pytree")
+"""Loggers that warn, wherever torchao is installed, of parts of it that this machine cannot use."""
+_ADVICE = {
+    FileNotFoundError: "look at its name",
+    NotADirectoryError: "look at its path",
+    IsADirectoryError: "give a file",
+    PermissionError: "look at its rights",
+}
 
 
 @contextmanager
 def work(as_json: bool) -> Generator[None]:
     """Runs the body of a command: errors become one line and exit code 1; with JSON nothing else gets to stdout."""
+    if os.environ.get(DEBUG) != "1":
+        for name in _GRUMBLING:
+            logging.getLogger(name).setLevel(logging.ERROR)
     try:
         with redirect_stdout(sys.stderr if as_json else sys.stdout):
             yield
@@ -30,11 +42,19 @@ def work(as_json: bool) -> Generator[None]:
             raise
         from blendkv.errors import BlendError
 
-        message = " ".join(str(error).split()) or type(error).__name__
+        message = " ".join(_said(error).split()) or type(error).__name__
         if not isinstance(error, BlendError | OSError | ImportError | ValueError):
             message = f"{type(error).__name__}: {message} ({DEBUG}=1 shows where)"
         typer.echo(f"blendkv: {printable(message)}", err=True)
         raise typer.Exit(1) from None
+
+
+def _said(error: Exception) -> str:
+    """What an error says; of the system's own about a file: which file first, and what to do last."""
+    if not isinstance(error, OSError) or error.filename is None or error.strerror is None:
+        return str(error)
+    advice = next((f"; {advice}" for kind, advice in _ADVICE.items() if isinstance(error, kind)), "")
+    return f"{error.filename}: {error.strerror}{advice}"
 
 
 def _is_for_typer(error: Exception) -> bool:

@@ -64,6 +64,11 @@ def profile(
         require_writable(profile_folder() if out is None else out)
         loaded, tokenizer = load(model, dtype, device)
         texts = read_passages(data, tokenizer, tokens + continuation, passages)
+        if len(texts) < 2:
+            raise ValueError(
+                f"--data has one passage of {tokens + continuation:,} tokens, and a profile is made of two or more: "
+                "give more files (of a long text only the beginning is used), or a .jsonl with a text a line"
+            )
         made = calibrate(
             loaded, texts, names, continuation=continuation, unit_layers=unit_layers, name=model, seed=seed
         )

@@ -21,7 +21,7 @@ def demo(
     model: Annotated[str, typer.Option(help="Hub id, folder, GGUF file, or `bundled`.")] = "bundled",
     ratio: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of chunk tokens recomputed.")] = 0.15,
     passages: Annotated[int, typer.Option(min=3, max=12, help="Passages in the prompt.")] = 12,
-    web: Annotated[bool, typer.Option("--web", help="A page to try it on, in a browser (blendkv[web]).")] = False,
+    web: Annotated[bool, typer.Option("--web", help="A page to try it on, in a browser (extra: web).")] = False,
     host: Annotated[
         str, typer.Option(help="With --web: address to listen on. 127.0.0.1 is reached from this machine alone.")
     ] = "127.0.0.1",

@@ -66,10 +66,16 @@ def inspect(
 ) -> None:
     """Tell what one entry is, and whether it is sound. Exit code 1 if it is not."""
     with work(as_json):
+        from blendkv.errors import ChunkFileError
         from blendkv.stores.inspection import inspect_bytes
 
         data, full, place = _read(key, store)
-        found = inspect_bytes(data, full, _secret(secret_file))
+        try:
+            found = inspect_bytes(data, full, _secret(secret_file))
+        except ChunkFileError as error:
+            if full is not None or error.reason != "magic":
+                raise
+            raise ValueError(f"{place} is not a chunk file of blendkv (.bkv): it begins with other bytes") from None
     if as_json:
         print_json({"place": place} | found.to_dict(text))
     else:

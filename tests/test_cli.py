@@ -1,9 +1,13 @@
 import json
+import logging
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
+import typer
+from rich.text import Text
 from typer.testing import CliRunner
 
 import blendkv
@@ -34,6 +38,16 @@ def model(monkeypatch):
     return made
 
 
+@contextmanager
+def caught(name):
+    """What a logger hands on meanwhile."""
+    records, handler = [], logging.Handler()
+    handler.emit = records.append
+    logging.getLogger(name).addHandler(handler)
+    yield records
+    logging.getLogger(name).removeHandler(handler)
+
+
 def only_json(result):
     """The whole of stdout as JSON."""
     return json.loads(result.stdout, parse_constant=pytest.fail)
@@ -51,6 +65,20 @@ def test_help_lists_the_commands_without_importing_torch():
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert all(name in told for name in ("demo", "verify", "bench", "ttft", "quality"))
+
+
+def test_nothing_in_the_help_is_taken_for_markup():
+    """Rich would take `[web]` for a colour, and leave it out."""
+
+    def texts(command):
+        yield command.help or ""
+        yield from (parameter.help or "" for parameter in command.params)
+        for sub in getattr(command, "commands", {}).values():
+            yield from texts(sub)
+
+    said = list(texts(typer.main.get_command(main)))
+    assert len(said) > 200
+    assert [text for text in said if Text.from_markup(text).plain != text] == []
 
 
 def test_version(run):
@@ -118,6 +146,34 @@ def test_a_model_that_is_not_there_is_one_line(run, command):
     assert len(lines) == 1
     assert "/nowhere/model" in lines[0]
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("none.json", "No such file or directory; look at its name"), ("folder", "Is a directory; give a file")],
+)
+def test_a_file_that_cannot_be_read_is_named_first(run, model, tmp_path, name, said):
+    (tmp_path / "folder").mkdir()
+    result = run("profile", "m", "--data", tmp_path / name, "--out", tmp_path)
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, f"blendkv: {tmp_path / name}: {said}")
+
+
+def test_an_unknown_selector_is_told_the_names(run):
+    said = " ".join(run("bench", "ttft", "m", "--selector", "magic").stderr.replace("│", " ").split())
+    assert "unknown selector 'magic'; choose one of all, attention, boundary," in said
+    assert "pass a Selector" not in said
+
+
+def test_torchao_does_not_grumble_about_what_nobody_asked_for(run, monkeypatch):
+    def loading(*args, **kwargs):
+        logging.getLogger("torchao").warning("Failed to load /somewhere/torchao/_C.so")
+        raise ValueError("the end")
+
+    monkeypatch.setattr("blendkv.models.load_model", loading)
+    logging.getLogger("torchao").setLevel(logging.NOTSET)
+    with caught("torchao") as records:
+        assert run("verify", "m").stderr == "blendkv: the end\n"
+    assert records == []
 
 
 def test_debug_shows_the_traceback(run, monkeypatch):

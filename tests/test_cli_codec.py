@@ -173,5 +173,14 @@ def test_profile_looks_at_its_folder_before_the_work(data, tmp_path, monkeypatch
     assert "File exists" in result.stderr
 
 
+def test_profile_of_one_long_text_says_what_to_give(run, tmp_path):
+    (tmp_path / "manual.txt").write_text("So it was, and then it was not. " * 100)
+    arguments = ["--data", tmp_path / "manual.txt", "--tokens", 72, "--continuation", 8, "--out", tmp_path / "out"]
+    result = run("profile", "m", *arguments)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("blendkv: --data has one passage of 80 tokens")
+    assert "give more files" in result.stderr
+
+
 def test_profile_says_that_there_was_little_text(profiles):
     assert "10 passages of 72 tokens are little to learn from" in profiles[1].stderr

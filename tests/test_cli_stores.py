@@ -240,6 +240,15 @@ def test_inspect_a_file(run, folder, chunks, tmp_path):
     assert "NOT that of its contents" in " ".join(result.stdout.split())
 
 
+def test_inspect_a_file_of_something_else(run, tmp_path):
+    """It is the reader's own: nobody is told to delete it."""
+    (tmp_path / "notes.md").write_text("# Notes, and more than 32 bytes of them\n")
+    result = run("inspect", tmp_path / "notes.md")
+    assert result.exit_code == 1
+    assert "notes.md is not a chunk file of blendkv" in result.stderr
+    assert "delete" not in result.stderr
+
+
 def test_inspect_damage(run, folder, chunks):
     damage(folder, chunks[0].key)
     result = run("inspect", chunks[0].key, "--store", folder)

@@ -197,6 +197,8 @@ def _sizes(draw: random.Random, service: str) -> Callable[[], int]:
 def _waits(runs: Sequence[Outcome]) -> Row:
     light = [wait for run in runs for client, waits in run.waits.items() if client != "flood" for wait in waits]
     flood = [wait for run in runs for wait in run.waits.get("flood", ())]
+    if not light:
+        raise ValueError("no light client had a piece to wait for: give more seconds (--seconds) or seeds (--seeds)")
     return {
         "light_wait_p50": float(np.percentile(light, 50)),
         "light_wait_p99": float(np.percentile(light, 99)),

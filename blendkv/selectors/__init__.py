@@ -74,4 +74,4 @@ def _of_family(name: str) -> Selector:
         if family in plugins:
             kind = plugins[family].load()
             return kind.parse(argument) if argument else kind()
-    raise ValueError(f"unknown selector {name!r}; choose one of {', '.join(selector_names())} or pass a Selector")
+    raise ValueError(f"unknown selector {name!r}; choose one of {', '.join(selector_names())}")

@@ -36,7 +36,7 @@ class Every(Selector):
     def __post_init__(self) -> None:
         """Refuses distances below one token."""
         if self.n < 1:
-            raise ValueError(f"n={self.n}: give a distance of at least 1 token")
+            raise ValueError(f"selector 'every-{self.n}': give a distance of at least 1 token")
 
     @classmethod
     def parse(cls, argument: str) -> Self:

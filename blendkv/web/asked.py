@@ -100,6 +100,6 @@ def _selector(given: Any) -> str:
     try:
         get_selector(given.strip())
     except ValueError as error:
-        said = str(error).removesuffix(" or pass a Selector")
+        said = str(error)
         raise BadInputError(f"{said[:1].upper()}{said[1:]}.") from None
     return given.strip()

@@ -16,6 +16,7 @@ ABOUT = {
     "full reuse": "Stored keys and values of every document, as they are.",
     "blend": "Stored ones, and the tokens that matter computed again.",
 }
+NO_ANSWER = {"running": "…", "stopped": "no answer"}
 WORDS = {"waiting": "waiting", "running": "answering", "done": "done", "stopped": "stopped"}
 
 
@@ -34,9 +35,7 @@ def _card(column: Column) -> str:
     if column.same is not None and column.method != "full recompute":
         facts.append(("same answer", "yes" if column.same else "no"))
     told = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts)
-    text = (
-        escape(column.text) or f'<span class="bk-quiet">{"…" if column.state == "running" else "no answer yet"}</span>'
-    )
+    text = escape(column.text) or f'<span class="bk-quiet">{NO_ANSWER.get(column.state, "no answer yet")}</span>'
     return (
         f'<section class="bk-card bk-{column.state}" aria-label="{column.method}">'
         f'<h3>{column.method.capitalize()} <span class="bk-state">{WORDS[column.state]}</span></h3>'
@@ -99,8 +98,8 @@ def _legend(drawn: Picture) -> str:
         said += f"; they hold {drawn.held:.0%} of the squared deviation"
     return (
         f'<p>{said}.</p><div class="bk-legend"><span>Deviation of stored keys and values:</span>{swatches}'
-        '<span class="bk-swatch bk-out">outlined</span><span>recomputed by the blend</span>'
-        '<span class="bk-swatch bk-fresh">dotted</span><span>not stored, always computed</span></div>'
+        '<span class="bk-key"><span class="bk-swatch bk-out">outlined</span> recomputed by the blend</span>'
+        '<span class="bk-key"><span class="bk-swatch bk-fresh">dotted</span> not stored, always computed</span></div>'
     )
 
 

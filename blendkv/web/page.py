@@ -14,7 +14,7 @@ from blendkv.errors import BlendError
 from blendkv.passages import read_passages
 from blendkv.web import drawing
 from blendkv.web.asked import DOCUMENTS, Asked
-from blendkv.web.running import Comparison, View
+from blendkv.web.running import ANSWER_TOKENS, Comparison, View
 from blendkv.web.visitors import Visitors
 
 TITLES = ("Saffron", "The Oresund crossing", "Octopuses", "The Rosetta Stone", "The Emu War")
@@ -38,7 +38,8 @@ SELECTORS = [
 ]
 ABOUT = (
     "Documents are computed once, each alone, and reused in any prompt and any order. Edit them, ask something, and "
-    "see what reuse costs and what a blend repairs. Everything runs on this machine."
+    f"see what reuse costs and what a blend repairs. Answers are cut at {ANSWER_TOKENS} tokens. Everything runs on "
+    "this machine."
 )
 Shown = tuple[str, str, str, str]
 """HTML of the status, the results, the prompt and the origins."""
@@ -118,7 +119,7 @@ def build(comparison: Comparison, title: str, visitors: Visitors) -> gr.Blocks:
             visitors.leave(str(request.session_hash))
 
         hidden: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-        number = gr.State(0)
+        number, boxes = gr.State(0), gr.State(len(TITLES))
         started = gr.on(
             [run.click, question.submit], begin, None, [number, status], queue=False, trigger_mode="once", **hidden
         )
@@ -128,7 +129,7 @@ def build(comparison: Comparison, title: str, visitors: Visitors) -> gr.Blocks:
         )  # fmt: skip
         stop.click(halt, None, status, queue=False, **hidden)
         shuffle.click(shuffled, documents, documents, queue=False, **hidden)
-        more.click(lambda *given: added(given), documents, documents, queue=False, **hidden)
+        more.click(added, boxes, [boxes, more, *documents], queue=False, **hidden)
         page.unload(leave)
         gr.api(compare, api_name="compare", concurrency_limit=1, concurrency_id="model")
     return page.queue(max_size=QUEUE)
@@ -230,8 +231,8 @@ def shuffled(*documents: str) -> list[str]:
     return order + [""] * (len(documents) - len(order))
 
 
-def added(documents: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Shows one more box: as many as hold something, the those of the beginning, and one."""
-    filled = max([i + 1 for i, text in enumerate(documents) if text and text.strip()], default=0)
-    count = min(len(documents), max(filled, len(TITLES)) + 1)
-    return [gr.update(visible=True) if i < count else gr.skip() for i in range(len(documents))]
+def added(boxes: int) -> tuple[int, dict[str, Any], *tuple[dict[str, Any], ...]]:
+    """One more box: how many there are then, the button that adds them, and all boxes."""
+    boxes = min(DOCUMENTS, boxes + 1)
+    shown = (gr.update(visible=True) if i < boxes else gr.skip() for i in range(DOCUMENTS))
+    return boxes, gr.update(interactive=boxes < DOCUMENTS), *shown

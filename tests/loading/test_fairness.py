@@ -69,3 +69,8 @@ def test_rows():
     assert {row["kind"] for row in rows} == {"flood", "shares"}
     assert len(rows) == 4 * 3
     assert all(np.isfinite(value) for row in rows for value in row.values() if isinstance(value, float))
+
+
+def test_a_run_too_short_for_light_clients_says_so():
+    with pytest.raises(ValueError, match="give more seconds"):
+        fairness_rows(slots=(1,), loads=(0.1,), seconds=1.0, seeds=1, threads=False)

@@ -254,6 +254,11 @@ def test_adding_documents(visit):
     v.page.click("#bk-run")
     v.done()
     expect(v.page.locator("#bk-tokens section").nth(2)).to_contain_text("A sixth one.")
+    for count in (7, 8):  # whatever is written in the others
+        v.page.click("#bk-more")
+        expect(v.page.locator(f"#bk-document-{count} textarea")).to_be_visible()
+    expect(v.page.locator("#bk-more")).to_be_disabled()
+    expect(v.page.locator("#bk-document-6 textarea")).to_have_value("A sixth one.")
 
 
 def test_stop_another_run_and_closing_the_page_end_what_is_computed(chromium):

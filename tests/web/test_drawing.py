@@ -79,7 +79,9 @@ def test_cards_say_what_is_known():
     for said in ("Full recompute done", "documents computed 15%", "0.080 nats", "0.300 nats", "same answer no"):
         assert said in shown
     waiting = words(f"<div>{drawing.results(View(''))}</div>")
-    assert waiting.count("waiting") == 3
+    assert waiting.count("waiting") == waiting.count("no answer yet") == 3
+    stopped = words(f"<div>{drawing.results(View('').with_column(0, state='stopped'))}</div>")
+    assert (stopped.count("no answer"), stopped.count("no answer yet")) == (3, 2)
     assert "KL" not in waiting
 
 
@@ -91,6 +93,19 @@ def test_recomputed_tokens_are_marked_by_more_than_colour():
     assert "1 of 2 stored tokens were recomputed; they hold 75% of the squared deviation" in shown
     for said in ("0.00 to 0.10", "0.40 or more", "outlined", "recomputed by the blend", "always computed"):
         assert said in shown
+
+
+def test_a_sign_stays_beside_its_meaning():
+    """Both in one element, which no line is broken in."""
+    shown = ET.fromstring(f"<div>{drawing.picture(view())}</div>")
+    keys = ["".join(e.itertext()) for e in shown.iter("span") if e.get("class") == "bk-key"]
+    assert keys == ["outlined recomputed by the blend", "dotted not stored, always computed"]
+    assert ".bk-key { white-space: nowrap; }" in CSS
+
+
+def test_lines_run_as_their_script_does():
+    rule = re.search(r"\.bk-answer, \.bk-tokens \{([^}]*)\}", CSS)
+    assert "unicode-bidi: plaintext" in rule[1]
 
 
 @pytest.mark.parametrize(("deviation", "step"), [(0.0, 0), (0.09, 0), (0.11, 1), (0.39, 3), (0.41, 4), (9.0, 4)])

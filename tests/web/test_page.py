@@ -168,12 +168,10 @@ def test_shuffling_keeps_every_document_and_changes_the_order():
 
 
 def test_adding_shows_one_more_box_and_never_hides_one():
-    def visible(documents):
-        return [update.get("visible") for update in page.added(documents)]
-
-    assert visible(("a",) * 5 + ("", "", "")) == [True] * 6 + [None] * 2
-    assert visible(("a",) * 6 + ("", "")) == [True] * 7 + [None]
-    assert visible(("a",) * 8) == [True] * 8
+    for boxes, after in ((5, 6), (6, 7), (7, 8), (8, 8)):
+        count, button, *shown = page.added(boxes)
+        assert (count, button["interactive"]) == (after, after < 8)
+        assert [update.get("visible") for update in shown] == [True] * after + [None] * (8 - after)
 
 
 def test_errors_are_sentences():
