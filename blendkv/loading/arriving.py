@@ -136,18 +136,21 @@ class Arrival:
                 return self._why or LATE
             return None
 
-    def states(self, layer: int, reads: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer that has come; waits for one that has not. Tokens that are not there are NaN.
+    def states(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer; waits until all of it has come.
 
         Args:
             layer: of the model.
-            reads: `[T]` True for tokens that are wanted; None: all.
 
         Raises:
-            ChunkMissError: if they will not come.
+            ChunkMissError: if it will not come.
         """
-        if (why := self.wait(layer, reads=reads)) is not None:
+        if (why := self.wait(layer)) is not None:
             raise ChunkMissError(f"layer {layer} of a chunk did not come from its store: {why}")
+        return self.part(layer)
+
+    def part(self, layer: int) -> tuple[Tensor, Tensor]:
+        """As far as a layer has come, NaN elsewhere; waits for nothing, as who asks has waited for what it reads."""
         with self._changed:
             pair, event = self._states[layer], self._events.get(layer)
         if pair is None:
@@ -157,10 +160,6 @@ class Arrival:
         if event is not None:
             _after(event, pair)
         return pair
-
-    def part(self, layer: int) -> tuple[Tensor, Tensor]:
-        """As `states`, but what was left out is NaN unless it came meanwhile: for who has made sure not to read it."""
-        return self.states(layer, ~self._left_out[layer])
 
     def forked(self) -> None:
         """In a child of this process: those who bring layers are not here, nor is who held the lock."""

@@ -193,7 +193,8 @@ class _Visit:
     def _leave_out(self, spare: Mapping[str, np.ndarray], first: int) -> None:
         """Groups of tokens that will not be read are not fetched; layers before the first come last as they are.
 
-        Each file is looked at as it is, in the form in which its chunk is loaded.
+        Where no chunk is kept that lacks something, those layers are not fetched either. Each file is looked at as it
+        is, in the form in which its chunk is loaded.
         """
         for item in self._coming:
             if (unread := spare.get(item.key)) is None:
@@ -203,7 +204,10 @@ class _Visit:
             groups = {unit: those for unit, those in found.items() if layers(unit).stop > first}
             if groups:
                 self._progress.leave_out(*item.leave_out(groups))
-                item.source.keeps &= self._pipeline.rest
+            if groups and not self._pipeline.rest:
+                before = [unit for unit in range(item.file.header.units) if layers(unit).stop <= first]
+                item.leave_out(dict.fromkeys(before, item.every_group), told=False)
+                item.source.keeps = False
 
     def _found(self, got: Mapping[str, Fetched], places: Mapping[str, Place]) -> None:
         self.found |= got

@@ -87,7 +87,7 @@ class Transfer:
         for unit, rest in item.rests.items():
             if unit < first or (unit > first and not self._mine(item, unit)):
                 continue
-            self._progress.asked_for(rest.nbytes)
+            self._progress.asked_for(rest.nbytes, rest.told)
             piece = Piece(item, range(unit, unit + 1), rest.nbytes, False, rest.groups)
             try:
                 future = self._lane.submit(self._bring, piece, cost_bytes=piece.nbytes)
