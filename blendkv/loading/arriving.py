@@ -101,6 +101,10 @@ class Arrival:
             self._changed.notify_all()
             return first
 
+    def abandon(self) -> None:
+        """As `fail`, for the garbage collector, which must wait for no lock: nobody sends for what has not come."""
+        self._why = self._why or "cancelled"
+
     @property
     def failed(self) -> bool:
         """Whether what has not come will not."""
@@ -294,6 +298,8 @@ class ArrivingChunk(ChunkCache):
 
     def __repr__(self) -> str:
         """A line for people; waits for nothing."""
+        if "_arrival" not in self.__dict__:
+            return super().__repr__()
         return f"ArrivingChunk({len(self)} tokens, {len(self.keys)} layers from {self.tier}, key={self.key[:12]}...)"
 
 

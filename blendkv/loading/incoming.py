@@ -20,6 +20,8 @@ from blendkv.stores.breaker import Breaker
 class Attempt:
     """One prompt's files from one store: late if the prompt went on without one, well if all of them came before that.
 
+    A store that did not say in time what it has was late, too.
+
     Args:
         breaker: is told, once.
     """
@@ -30,7 +32,7 @@ class Attempt:
     def begin(self, files: int) -> None:
         """So many files are on their way; with none there is nothing against the store."""
         self._left = files
-        if not files:
+        if not files and not self._over:
             self._breaker.succeeded()
 
     def came(self) -> None:
@@ -41,7 +43,7 @@ class Attempt:
             self._breaker.succeeded()
 
     def late(self) -> None:
-        """The prompt went on without one."""
+        """The prompt went on without one, or does not know of it."""
         if not self._over:
             self._over = True
             self._breaker.failed()

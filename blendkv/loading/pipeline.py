@@ -110,7 +110,7 @@ class Pipeline:
         if choose is None:
             places: Mapping[str, Sequence[Place]] = everywhere(self.tiers, wanted)
         else:
-            there = survey(self.tiers, visit.lane, wanted, budget, visit.allows, choose.prefers)
+            there = survey(self.tiers, visit.lane, wanted, budget, visit.allows, choose.prefers, visit.late)
             places = choose.choose(there)
             visit.found |= {key: Fetched(None, TEXT) for key in there if not places.get(key)}
         visit.look(wanted, places)
@@ -141,6 +141,11 @@ class _Visit:
         if self._attempts[tier] is None:
             store.stats.count("misses", "breaker", count)
         return self._attempts[tier] is not None
+
+    def late(self, tier: int) -> None:
+        """A store that was asked did not answer in time."""
+        if (attempt := self._attempts[tier]) is not None:
+            attempt.late()
 
     def look(self, keys: Sequence[str], places: Mapping[str, Sequence[Place]]) -> None:
         """Opens each chunk at the first of its places where it is; small ones are read at once."""
@@ -253,6 +258,7 @@ class _Visit:
             if not head.done():
                 head.cancel()
                 store.stats.count("misses", "deadline")
+                attempt.late()
             elif (error := head.exception()) is None:
                 if (result := head.result()) is not _NOTHING:
                     opened[key] = result

@@ -63,6 +63,7 @@ def survey(
     budget: Budget | None,
     asks: Callable[[int, int], bool],
     prefers: Callable[[str, str], bool],
+    late: Callable[[int], object] = lambda tier: None,
 ) -> Places:
     """Looks for every form of every chunk.
 
@@ -75,6 +76,7 @@ def survey(
         budget: how long stores that are not local may be waited for.
         asks: whether a store, by number, may be asked about so many chunks.
         prefers: whether the farther of two stores is faster.
+        late: told of each store, by number, that did not answer in time.
 
     Returns:
         Places of those that are anywhere, nearest first.
@@ -94,7 +96,7 @@ def survey(
         if not lacking or not asks(tier, len(lacking)):
             continue
         entries = [form.entry for those in lacking.values() for form in those]
-        sizes = _sizes(tiers, lane, tier, entries, budget)
+        sizes = _sizes(tiers, lane, tier, entries, budget, late)
         for key, those in lacking.items():
             found = [Place(form, tier, store.url, size) for form in those if (size := sizes.get(form.entry))]
             there[key] += found
@@ -118,7 +120,12 @@ def sizes_at_once(tiers: TieredStore, tier: int, entries: Sequence[str]) -> dict
 
 
 def _sizes(
-    tiers: TieredStore, lane: Lane, tier: int, entries: Sequence[str], budget: Budget | None
+    tiers: TieredStore,
+    lane: Lane,
+    tier: int,
+    entries: Sequence[str],
+    budget: Budget | None,
+    late: Callable[[int], object],
 ) -> dict[str, int | None]:
     store = tiers.stores[tier]
     local = budget is None or getattr(store, "local", False)
@@ -134,6 +141,7 @@ def _sizes(
         if not future.done():
             future.cancel()
             store.stats.count("misses", "deadline")
+            late(tier)
         elif future.exception() is not None:
             store.stats.count("misses", "error")
         else:

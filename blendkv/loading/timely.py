@@ -69,7 +69,7 @@ class Timely:
                 self._tiers.stores[tier].stats.count("misses", "breaker", count)
             return tier in attempts
 
-        there = survey(self._tiers, lane, keys, budget, allows, guided.prefers)
+        there = survey(self._tiers, lane, keys, budget, allows, guided.prefers, lambda tier: attempts[tier].late())
         good = {key: [place for place in places if guided.may(key, place)] for key, places in there.items()}
         found = self._tiers.remembered({key: places[0].form for key, places in good.items() if _near(places)})
         wanted = {key: places for key, places in good.items() if key not in found}
@@ -80,7 +80,7 @@ class Timely:
             streamed = self._streamed(wanted, tiers, lane, compute, left, after_s)
             found |= self._kept(wanted, tiers, streamed, attempts)
         self._tell(there, found, after_s, self._clock.now() - begin)
-        self._tiers.count([got.tier for got in found.values()], len(keys) - len(found))
+        self._tiers.count([got.tier for got in found.values() if got.tier != TEXT], len(keys) - len(found))
         return [found.get(key, Fetched(None)) for key in keys]
 
     def _streamed(
@@ -136,7 +136,7 @@ class Timely:
         found: dict[str, Fetched] = {}
         for key, chunk, came in zip(there, streamed.chunks, streamed.came, strict=True):
             if came is None:
-                self._tiers.pool.put(chunk)
+                self._tiers.keep(MEMORY, chunk.key, chunk, None)
                 found[key] = Fetched(chunk, TEXT)
                 continue
             tier = tiers[came.source]

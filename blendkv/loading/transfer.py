@@ -73,6 +73,8 @@ class Transfer:
         self._users.pop()
         if not self._users:
             self._left.clear()
+            for item in self._items:
+                item.arrival.abandon()
             if self._pid == os.getpid():
                 self._lane.abandon()
 

@@ -1,5 +1,6 @@
 """Layers that come while others compute: the same answers as from chunks that are there, right ones when none come."""
 
+import copy
 import gc
 import threading
 import time
@@ -590,6 +591,61 @@ def test_a_store_that_prompts_go_on_without_is_left_alone_for_a_while(attached):
     for chunk in fetched(pipeline, exact, budget=Budget(30.0)):
         assert chunk.lacks(LAYERS - 1) is None
     until(lambda: pipeline.breakers[0].state == "closed")
+
+
+@pytest.mark.parametrize("what", ["get", "size"])
+def test_a_store_that_does_not_even_say_what_it_has_is_left_alone_too(attached, what):
+    _, exact = exact_case(attached("llama"))
+    store, _, pipeline = stored(exact)
+    pipeline._scheduler, free = TransferScheduler(64), threading.Event()
+    chooses = Everything() if what == "size" else None
+    own = getattr(store, what)
+    setattr(store, what, lambda *args: own(*args) if free.wait(60) else None)
+    keys = [chunk.key for chunk in exact]
+    for state in ["closed"] * 4 + ["open"]:
+        assert not any(got.chunk for got in pipeline.fetch(keys, budget=Budget(0.02), choose=chooses))
+        assert pipeline.breakers[0].state == state
+    begin = time.monotonic()
+    assert not any(got.chunk for got in pipeline.fetch(keys, budget=Budget(30.0), choose=chooses))
+    assert time.monotonic() - begin < 10
+    free.set()
+
+
+class Everything:
+    """Chooses whatever is anywhere."""
+
+    def prefers(self, farther, nearer):
+        return False
+
+    def choose(self, there):
+        return there
+
+
+def test_keys_that_outlive_their_chunk_do_not_wait_for_ever(attached):
+    _, exact = exact_case(attached("llama"))
+    store, _, pipeline = stored(exact)
+    free = threading.Event()
+    store.gate = lambda key, start, data: data if free.wait(60) else None
+    pipeline.ahead = 1
+    keys = fetched(pipeline, exact)[0].keys
+    gc.collect()
+    free.set()
+
+    def look():
+        with pytest.raises(ChunkMissError, match="cancelled"):
+            return keys[LAYERS - 1]
+        return True
+
+    assert in_time(look)
+
+
+def test_copies_of_chunks_on_their_way_can_be_shown(attached):
+    _, exact = exact_case(attached("llama"))
+    _, _, pipeline = stored(exact)
+    chunk = fetched(pipeline, exact)[0]
+    assert "dict" in repr(chunk) or "ranged" in repr(chunk)
+    for copied in (copy.deepcopy(chunk), replace(chunk, text="of")):
+        assert f"{len(chunk)} tokens" in repr(copied)
 
 
 @pytest.mark.parametrize("how", ["checksum", "absent", "raises"])
