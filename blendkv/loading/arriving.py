@@ -45,6 +45,7 @@ class Arrival:
         self._left_out = np.zeros((count, header.tokens), bool)
         self._events: dict[int, Any] = {}
         self._why: str | None = None
+        self._gone: dict[int, str] = {}
         self._missed = False
         self._changed = threading.Condition()
         self.on_wanted: Callable[[int], object] = lambda layer: None
@@ -101,6 +102,12 @@ class Arrival:
             self._changed.notify_all()
             return first
 
+    def lose(self, layers: Sequence[int], why: str) -> None:
+        """Layers that nobody has wanted as yet will not come; the others may."""
+        with self._changed:
+            self._gone |= dict.fromkeys(layers, why)
+            self._changed.notify_all()
+
     def abandon(self) -> None:
         """As `fail`, for the garbage collector, which must wait for no lock: nobody sends for what has not come."""
         self._why = self._why or "cancelled"
@@ -133,11 +140,11 @@ class Arrival:
             self.on_wanted(layer)
         with self._changed:
             self._changed.wait_for(
-                lambda: self._why is not None or not (self._lacking[layer] & wanted).any(),
+                lambda: self._why or self._gone.get(layer) or not (self._lacking[layer] & wanted).any(),
                 None if math.isinf(seconds) else max(0.0, seconds),
             )
             if (self._lacking[layer] & wanted).any():
-                return self._why or LATE
+                return self._why or self._gone.get(layer) or LATE
             return None
 
     def states(self, layer: int) -> tuple[Tensor, Tensor]:

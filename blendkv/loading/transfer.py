@@ -126,7 +126,10 @@ class Transfer:
                 piece = self._left.popleft()
             except IndexError:
                 return None
-            if piece.of.arrival.failed or (piece.is_rest and piece.of.spoilt):
+            if piece.of.arrival.failed:
+                continue
+            if piece.of.spoilt and not piece.wanted:
+                self._drop(piece, piece.of.spoilt)
                 continue
             if not piece.is_rest or self._mine(piece.of, piece.units.start):
                 return piece
@@ -154,13 +157,20 @@ class Transfer:
     def _failed(self, piece: Piece, why: str) -> bool:
         """A piece did not come; whether that is news. What nobody wants yet leaves the prompt what it wants."""
         item = piece.of
-        if not piece.is_rest:
+        if piece.wanted:
             return self._lost(item, why)
         news = item.is_news("spoilt") and not item.arrival.failed
         item.spoilt = item.spoilt or why
+        self._drop(piece, why)
         if item.rest_is_wanted:  # asked after it was set, so that one of two threads sees what the other says
             self._lost(item, why)
         return news
+
+    def _drop(self, piece: Piece, why: str) -> None:
+        """What nobody wants yet will not come; of what was left out `_want` says so."""
+        if not piece.is_rest:
+            layers = piece.of.file.header.layers_of
+            piece.of.arrival.lose([layer for unit in piece.units for layer in layers(unit)], why)
 
     def _note(self, item: Incoming) -> None:
         """Tells, once each, that all that the prompt wanted of a file is there, and that all of it is."""

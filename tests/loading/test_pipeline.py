@@ -12,6 +12,7 @@ import torch
 from blendkv import BlendedCache, ChunkMissError, MissingChunk, Pool, attach, prefill
 from blendkv.loading.arriving import ArrivingChunk
 from blendkv.loading.pipeline import Pipeline, at_once
+from blendkv.loading.progress import Progress
 from blendkv.loading.queues import FifoQueue
 from blendkv.loading.scheduler import TransferScheduler
 from blendkv.stores import Budget, TieredStore
@@ -609,6 +610,38 @@ def test_a_store_that_does_not_even_say_what_it_has_is_left_alone_too(attached, 
     assert not any(got.chunk for got in pipeline.fetch(keys, budget=Budget(30.0), choose=chooses))
     assert time.monotonic() - begin < 10
     free.set()
+
+
+@pytest.mark.parametrize("how", ["absent", "checksum"])
+def test_layers_that_a_prompt_does_not_want_may_fail_without_a_miss(attached, how):
+    """They come last, for the next prompt: the report says what this one was made of. One that wants them misses."""
+    model = attached("llama")
+    ids, exact = exact_case(model)
+    logits, _ = full(model, ids)
+    store, tiers, pipeline = stored(exact)
+    wanted_now, last = {chunk.key: starts(store, chunk.key)[1] for chunk in exact}, threading.Event()
+
+    def gate(key, start, data):
+        if start >= wanted_now[key]:
+            last.wait(60)
+            return data
+        last.set()  # what is wanted is still under way
+        return None if how == "absent" else bytes(len(data))
+
+    store.gate, pipeline._scheduler, pipeline.ahead, progress = gate, TransferScheduler(16), 16, Progress()
+    chunks = [got.chunk for got in pipeline.fetch([c.key for c in exact], first=1, progress=progress)]
+    for selector, ratio in (("hkvd", 0.3), ("none", 0.0)):
+        cache = BlendedCache(chunks, ratio, selector)
+        got = in_time(lambda cache=cache: run(model, ids, cache, logits_to_keep=1).logits)
+        assert (got - logits[:, -1:]).abs().max() <= 1e-4
+        if selector == "hkvd":
+            until(lambda: pipeline._scheduler.state.running == pipeline._scheduler.state.waiting == 0)
+            assert not cache.report.misses
+            assert set(progress.levels.values()) == {"raw"}
+            assert (tiers.stats.hits, tiers.stats.misses) == ({store.url: 3}, 0)
+    why = "late" if how == "absent" else "checksum"
+    assert cache.report.misses == {why: sum(map(len, exact))}
+    assert not any(chunk.key in tiers.pool for chunk in exact)
 
 
 class Everything:
