@@ -7,6 +7,8 @@ from typing import Any
 
 from blendkv.attachment import Attachment
 from blendkv.cache import make_schedule
+from blendkv.container import Header
+from blendkv.levelkeys import name_in
 from blendkv.loading.controller import Controller, Offer
 from blendkv.loading.costs import Costs
 from blendkv.loading.decision import Decision
@@ -70,7 +72,7 @@ class Guided:
 
     def may(self, key: str, place: Place) -> bool:
         """Whether a chunk is good enough as it lies there."""
-        return self._controller.may(self.offer(key, place), self.costs)
+        return self._allows(self.offer(key, place))
 
     def losses(self, there: Mapping[str, Sequence[Place]]) -> dict[str, float]:
         """What each level loses, by name (`plans.order_of`)."""
@@ -119,7 +121,7 @@ class Guided:
                 return self._choose(there, self.costs)
         except Exception as error:
             self._report.notes.append(f"the loading controller chose nothing: {error!r}")
-        good = {key: [place for place in places if self._allows(key, place)] for key, places in there.items()}
+        good = {key: [place for place in places if self.may(key, place)] for key, places in there.items()}
         return {key: sorted(places, key=lambda place: not place.form.main) for key, places in good.items()}
 
     def offer(self, key: str, place: Place) -> Offer:
@@ -138,12 +140,17 @@ class Guided:
         """Whether the selector compares."""
         return "deviation" in self._selector.needs
 
-    def _allows(self, key: str, place: Place) -> bool:
-        """As `may`; of a controller that raises, only what loses nothing."""
+    def accepts(self, header: Header) -> bool:
+        """Whether a file is good enough as it turns out to be: a chunk's own entry may be of any codec."""
+        settings = (header.codec, name_in(header), header.level, bool(header.profile_hash))
+        return self._allows(Offer("", header.tokens, 0, 0, "", *settings))
+
+    def _allows(self, offer: Offer) -> bool:
+        """As the controller says; of one that raises, only what loses nothing."""
         try:
-            return self.may(key, place)
+            return self._controller.may(offer, self.costs)
         except Exception:
-            return not place.form.codec.needs_profile
+            return not offer.lossy
 
     def _choose(self, there: Mapping[str, Sequence[Place]], costs: Costs) -> Mapping[str, Sequence[Place]]:
         offers = {key: {self.offer(key, place): place for place in places} for key, places in there.items()}

@@ -106,7 +106,7 @@ class Pipeline:
             One a key; without a chunk, and with `TEXT` as tier, where `choose` wants its text computed.
         """
         wanted = list(dict.fromkeys(keys))
-        visit = _Visit(self, homes, budget, progress or Progress())
+        visit = _Visit(self, homes, budget, progress or Progress(), choose)
         if choose is None:
             places: Mapping[str, Sequence[Place]] = everywhere(self.tiers, wanted)
         else:
@@ -122,11 +122,17 @@ class _Visit:
     """One prompt's way through the tiers."""
 
     def __init__(
-        self, pipeline: Pipeline, homes: Sequence[torch.device], budget: Budget | None, progress: Progress
+        self,
+        pipeline: Pipeline,
+        homes: Sequence[torch.device],
+        budget: Budget | None,
+        progress: Progress,
+        choose: Chooser | None,
     ) -> None:
         self._pipeline, self._tiers = pipeline, pipeline.tiers
         self._homes = tuple(homes) or (torch.device("cpu"),)
         self._budget, self._progress = budget, progress
+        self._accepts = None if choose is None else choose.accepts
         self.lane = pipeline.scheduler.lane()
         self.found: dict[str, Fetched] = {}
         self._coming: list[Incoming] = []
@@ -169,7 +175,7 @@ class _Visit:
             if not turn:  # small ones, and those that a GPU's kernels decode, many at once
                 for tier in sorted({place.tier for place in whole.values()}):
                     forms = {key: place.form for key, place in whole.items() if place.tier == tier}
-                    self._found(self._tiers.take(tier, forms, self._homes, self._budget), whole)
+                    self._found(self._tiers.take(tier, forms, self._homes, self._budget, self._accepts), whole)
                 whole = {}
 
     def begin(self, keys: Sequence[str], first: int | Callable[[], int], spare: Spare | None = None) -> None:
@@ -216,8 +222,8 @@ class _Visit:
 
     def _found(self, got: Mapping[str, Fetched], places: Mapping[str, Place]) -> None:
         self.found |= got
-        for key in got:
-            self._progress.levels[key] = places[key].form.level
+        for key, one in got.items():
+            self._progress.levels[key] = one.level or places[key].form.level
 
     def _open_all(self, tier: int, places: Mapping[str, Place]) -> dict[str, Place]:
         """Files that a store has, verified as far as their heads say; gives those that are better read whole."""
@@ -232,7 +238,7 @@ class _Visit:
             late = partial(_late, self._tiers, self._progress, item)  # it must not hold this, which holds the chunk
             chunk = ArrivingChunk.of(item.arrival, item.file.header, store.url, most, late, **item.fields)
             level = name_in(item.file.header)
-            self.found[key] = Fetched(chunk, store.url, "" if places[key].form.main else level)
+            self.found[key] = Fetched(chunk, store.url, places[key].form.unless(level))
             self._progress.levels[key] = level
         return {key: places[key] for key, item in opened.items() if item is None}
 
@@ -290,6 +296,9 @@ class _Visit:
             if error.reason not in TORN:
                 raise
             return None
+        if self._accepts is not None and not self._accepts(file.header):
+            store.stats.count("misses")
+            return _NOTHING
         if not file.header.layer0:
             raise ChunkFileError("layer 0 is not in the chunk file, and is not rebuilt here", reason="layer0")
         device = self._homes[0]

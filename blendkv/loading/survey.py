@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from blendkv.container import Header
 from blendkv.loading.scheduler import Lane
 from blendkv.stores import Budget, TieredStore
 from blendkv.stores.deadline import remaining
@@ -43,6 +44,10 @@ class Chooser(Protocol):
 
     def prefers(self, farther: str, nearer: str) -> bool:
         """Whether the farther of two stores, by URL, is known to be the faster one."""
+        ...
+
+    def accepts(self, header: Header) -> bool:
+        """Whether a file may be used, which another codec may have written than the one that was expected."""
         ...
 
     def choose(self, there: Mapping[str, Sequence[Place]]) -> Mapping[str, Sequence[Place]]:

@@ -78,7 +78,7 @@ class Timely:
         tiers = sorted(attempts)
         if wanted:
             streamed = self._streamed(wanted, tiers, lane, compute, left, after_s)
-            found |= self._kept(wanted, tiers, streamed, attempts)
+            found |= self._kept(wanted, tiers, streamed, attempts, compute)
         self._tell(there, found, after_s, self._clock.now() - begin)
         self._tiers.count([got.tier for got in found.values() if got.tier != TEXT], len(keys) - len(found))
         return [found.get(key, Fetched(None)) for key in keys]
@@ -130,11 +130,18 @@ class Timely:
         return None if known is None else known.bytes_per_s
 
     def _kept(
-        self, there: Places, tiers: Sequence[int], streamed: Streamed, attempts: Mapping[int, Attempt]
+        self,
+        there: Places,
+        tiers: Sequence[int],
+        streamed: Streamed,
+        attempts: Mapping[int, Attempt],
+        compute: Callable[[str], ChunkCache],
     ) -> dict[str, Fetched]:
         """What came: memory and nearer stores get it, and who gave it, or did not, is told of."""
         found: dict[str, Fetched] = {}
         for key, chunk, came in zip(there, streamed.chunks, streamed.came, strict=True):
+            if came is not None and came.assembly.header is not None and not self._guided.accepts(came.assembly.header):
+                chunk, came = compute(key), None  # another codec has written it
             if came is None:
                 self._tiers.keep(MEMORY, chunk.key, chunk, None)
                 found[key] = Fetched(chunk, TEXT)

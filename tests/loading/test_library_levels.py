@@ -166,6 +166,25 @@ def test_where_a_controller_raises_chunks_come_as_without_one_and_no_lossier_tha
             assert torch.equal(ask(plain)[1], logits)
 
 
+@pytest.mark.parametrize("how", [{"whole_bytes": 0}, {"whole_bytes": 1 << 30}, {"target_s": LONG}])
+def test_an_entry_that_another_codec_wrote_is_told_apart(setting, how):
+    """A store that was filled with codec="klt", opened without: what its entries lose counts all the same."""
+    model, codecs, _, chunks = setting
+    store = DictStore()
+    with library(model, TieredStore(Pool(), store, codec=codecs[2], write="through"), namespace="n") as kv:
+        kv(DOCUMENTS, "why?")
+    other = DictStore("other")
+    other.entries = dict(store.entries)
+    inputs, _ = ask(opened(setting, store, max_kl=0.1, **how))
+    assert store.url not in inputs.report.loaded
+    used = {chunk.key: chunk for chunk in inputs.cache.chunks[0]}
+    assert all((used[key].keys[1] - one.keys[1]).abs().max() < 1e-4 for key, one in chunks.items())
+    if "target_s" not in how:
+        inputs, _ = ask(opened(setting, other, text=False, **how))
+        assert levels_used(inputs) == ["klt@8"] * 3
+        assert other.url in inputs.report.loaded
+
+
 def test_what_a_target_has_computed_is_no_hit_and_is_in_memory_once(setting):
     _, codecs, *_ = setting
     store = store_of(setting, ("klt@8",))

@@ -650,6 +650,9 @@ class Everything:
     def prefers(self, farther, nearer):
         return False
 
+    def accepts(self, header):
+        return True
+
     def choose(self, there):
         return there
 
