@@ -766,7 +766,7 @@ def test_the_pipeline_streams_to_a_gpu_only_what_comes_from_afar(attached, monke
     _, exact = exact_case(attached("llama"))
     store, tiers, pipeline = stored(exact, RangeStore(local=local))
     told, own, keys = [], tiers.take, [chunk.key for chunk in exact]
-    monkeypatch.setattr(tiers, "take", lambda level, forms, homes, budget: told.append(homes) or own(level, forms))
+    monkeypatch.setattr(tiers, "take", lambda level, forms, homes, *_: told.append(homes) or own(level, forms))
     monkeypatch.setattr("blendkv.loading.transfer.Transfer.begin", lambda transfer: None)
     if waits:
         data = dict(store.entries)
