@@ -45,6 +45,7 @@ class Arrival:
         self._left_out = np.zeros((count, header.tokens), bool)
         self._events: dict[int, Any] = {}
         self._why: str | None = None
+        self._gone: dict[int, str] = {}
         self._missed = False
         self._changed = threading.Condition()
         self.on_wanted: Callable[[int], object] = lambda layer: None
@@ -101,6 +102,16 @@ class Arrival:
             self._changed.notify_all()
             return first
 
+    def lose(self, layers: Sequence[int], why: str) -> None:
+        """Layers that nobody has wanted as yet will not come; the others may."""
+        with self._changed:
+            self._gone |= dict.fromkeys(layers, why)
+            self._changed.notify_all()
+
+    def abandon(self) -> None:
+        """As `fail`, for the garbage collector, which must wait for no lock: nobody sends for what has not come."""
+        self._why = self._why or "cancelled"
+
     @property
     def failed(self) -> bool:
         """Whether what has not come will not."""
@@ -129,25 +140,28 @@ class Arrival:
             self.on_wanted(layer)
         with self._changed:
             self._changed.wait_for(
-                lambda: self._why is not None or not (self._lacking[layer] & wanted).any(),
+                lambda: self._why or self._gone.get(layer) or not (self._lacking[layer] & wanted).any(),
                 None if math.isinf(seconds) else max(0.0, seconds),
             )
             if (self._lacking[layer] & wanted).any():
-                return self._why or LATE
+                return self._why or self._gone.get(layer) or LATE
             return None
 
-    def states(self, layer: int, reads: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer that has come; waits for one that has not. Tokens that are not there are NaN.
+    def states(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer; waits until all of it has come.
 
         Args:
             layer: of the model.
-            reads: `[T]` True for tokens that are wanted; None: all.
 
         Raises:
-            ChunkMissError: if they will not come.
+            ChunkMissError: if it will not come.
         """
-        if (why := self.wait(layer, reads=reads)) is not None:
+        if (why := self.wait(layer)) is not None:
             raise ChunkMissError(f"layer {layer} of a chunk did not come from its store: {why}")
+        return self.part(layer)
+
+    def part(self, layer: int) -> tuple[Tensor, Tensor]:
+        """As far as a layer has come, NaN elsewhere; waits for nothing, as who asks has waited for what it reads."""
         with self._changed:
             pair, event = self._states[layer], self._events.get(layer)
         if pair is None:
@@ -157,10 +171,6 @@ class Arrival:
         if event is not None:
             _after(event, pair)
         return pair
-
-    def part(self, layer: int) -> tuple[Tensor, Tensor]:
-        """As `states`, but what was left out is NaN unless it came meanwhile: for who has made sure not to read it."""
-        return self.states(layer, ~self._left_out[layer])
 
     def forked(self) -> None:
         """In a child of this process: those who bring layers are not here, nor is who held the lock."""
@@ -295,6 +305,8 @@ class ArrivingChunk(ChunkCache):
 
     def __repr__(self) -> str:
         """A line for people; waits for nothing."""
+        if "_arrival" not in self.__dict__:
+            return super().__repr__()
         return f"ArrivingChunk({len(self)} tokens, {len(self.keys)} layers from {self.tier}, key={self.key[:12]}...)"
 
 

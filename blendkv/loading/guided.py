@@ -7,6 +7,8 @@ from typing import Any
 
 from blendkv.attachment import Attachment
 from blendkv.cache import make_schedule
+from blendkv.container import Header
+from blendkv.levelkeys import name_in
 from blendkv.loading.controller import Controller, Offer
 from blendkv.loading.costs import Costs
 from blendkv.loading.decision import Decision
@@ -70,7 +72,7 @@ class Guided:
 
     def may(self, key: str, place: Place) -> bool:
         """Whether a chunk is good enough as it lies there."""
-        return self._controller.may(self.offer(key, place), self.costs)
+        return self._allows(self.offer(key, place))
 
     def losses(self, there: Mapping[str, Sequence[Place]]) -> dict[str, float]:
         """What each level loses, by name (`plans.order_of`)."""
@@ -109,12 +111,18 @@ class Guided:
         return sources[farther].bytes_per_s > sources[nearer].bytes_per_s
 
     def choose(self, there: Mapping[str, Sequence[Place]]) -> Mapping[str, Sequence[Place]]:
-        """Places of each chunk that are worth a look, the chosen one first; a controller that raises chooses none."""
+        """Places of each chunk that are worth a look, the chosen one first.
+
+        Where a controller raises, or knows nothing: as without one, own entries before levels, but for levels that lose
+        more than it allows.
+        """
         try:
-            return self._choose(there)
+            if self.costs is not None:
+                return self._choose(there, self.costs)
         except Exception as error:
             self._report.notes.append(f"the loading controller chose nothing: {error!r}")
-            return there
+        good = {key: [place for place in places if self.may(key, place)] for key, places in there.items()}
+        return {key: sorted(places, key=lambda place: not place.form.main) for key, places in good.items()}
 
     def offer(self, key: str, place: Place) -> Offer:
         """A place as the controller sees it."""
@@ -132,18 +140,28 @@ class Guided:
         """Whether the selector compares."""
         return "deviation" in self._selector.needs
 
-    def _choose(self, there: Mapping[str, Sequence[Place]]) -> Mapping[str, Sequence[Place]]:
-        if self.costs is None:
-            return there
+    def accepts(self, header: Header) -> bool:
+        """Whether a file is good enough as it turns out to be: a chunk's own entry may be of any codec."""
+        settings = (header.codec, name_in(header), header.level, bool(header.profile_hash))
+        return self._allows(Offer("", header.tokens, 0, 0, "", *settings))
+
+    def _allows(self, offer: Offer) -> bool:
+        """As the controller says; of one that raises, only what loses nothing."""
+        try:
+            return self._controller.may(offer, self.costs)
+        except Exception:
+            return not offer.lossy
+
+    def _choose(self, there: Mapping[str, Sequence[Place]], costs: Costs) -> Mapping[str, Sequence[Place]]:
         offers = {key: {self.offer(key, place): place for place in places} for key, places in there.items()}
         every = [offer for each in offers.values() for offer in each]
-        given = (self._attachment.facts.shape, every, self.rest(list(there)), self.schedule, self.probe, self.costs)
+        given = (self._attachment.facts.shape, every, self.rest(list(there)), self.schedule, self.probe, costs)
         decision = self._controller.decide(*given)
         self.settle(decision)
-        loss = order_of(every, self.costs.losses)
+        loss = order_of(every, costs.losses)
         queues: dict[str, list[Place]] = {}
         for key, chosen in decision.chosen.items():
-            good = [offer for offer in offers[key] if self._controller.may(offer, self.costs)]
+            good = [offer for offer in offers[key] if self._controller.may(offer, costs)]
             # should it not be there after all: the next lossier one, which comes sooner, before better ones
             good.sort(key=lambda one, own=chosen: (one != own, loss(one) < loss(own), abs(loss(one) - loss(own))))
             queues[key] = [offers[key][offer] for offer in good]

@@ -20,6 +20,8 @@ from blendkv.stores.breaker import Breaker
 class Attempt:
     """One prompt's files from one store: late if the prompt went on without one, well if all of them came before that.
 
+    A store that did not say in time what it has was late, too.
+
     Args:
         breaker: is told, once.
     """
@@ -30,7 +32,7 @@ class Attempt:
     def begin(self, files: int) -> None:
         """So many files are on their way; with none there is nothing against the store."""
         self._left = files
-        if not files:
+        if not files and not self._over:
             self._breaker.succeeded()
 
     def came(self) -> None:
@@ -41,7 +43,7 @@ class Attempt:
             self._breaker.succeeded()
 
     def late(self) -> None:
-        """The prompt went on without one."""
+        """The prompt went on without one, or does not know of it."""
         if not self._over:
             self._over = True
             self._breaker.failed()
@@ -54,11 +56,13 @@ class Rest(NamedTuple):
         groups: of tokens that are left out.
         others: that are not.
         nbytes: of those that are.
+        told: whether the prompt's report counts them.
     """
 
     groups: frozenset[int]
     others: frozenset[int]
     nbytes: int
+    told: bool
 
 
 @dataclass(eq=False)
@@ -99,8 +103,12 @@ class Incoming:
         """Nothing has come yet."""
         self.arrival = Arrival(self.file.header)
 
-    def leave_out(self, groups: Mapping[int, frozenset[int]]) -> tuple[int, int]:
+    def leave_out(self, groups: Mapping[int, frozenset[int]], told: bool = True) -> tuple[int, int]:
         """Groups of tokens of units are fetched only if somebody wants them.
+
+        Args:
+            groups: by unit.
+            told: whether the prompt's report counts them.
 
         Returns:
             How many tokens those are, in some layer or all, and how many bytes.
@@ -108,14 +116,21 @@ class Incoming:
         by_groups: dict[frozenset[int], list[int]] = {}
         for unit, those in groups.items():
             by_groups.setdefault(those, []).append(unit)
-        some, every = np.zeros(self.file.header.tokens, bool), frozenset(range(self.file.sizes.shape[3]))
+        some, nbytes = np.zeros(self.file.header.tokens, bool), 0
         for those, units in by_groups.items():
             tokens = tokens_of(self.file, those)
             some |= tokens
             self.arrival.leave_out([layer for unit in units for layer in self.file.header.layers_of(unit)], tokens)
             sizes = self.file.sizes[:, units][..., list(those)].sum((0, 2, 3)).tolist()
-            self.rests |= {unit: Rest(those, every - those, size) for unit, size in zip(units, sizes, strict=True)}
-        return int(some.sum()), sum(rest.nbytes for rest in self.rests.values())
+            others = self.every_group - those
+            self.rests |= {unit: Rest(those, others, size, told) for unit, size in zip(units, sizes, strict=True)}
+            nbytes += sum(sizes)
+        return int(some.sum()), nbytes
+
+    @property
+    def every_group(self) -> frozenset[int]:
+        """Of the tokens of the file."""
+        return frozenset(range(self.file.sizes.shape[3]))
 
     def is_news(self, what: str) -> bool:
         """Whether nobody has said so before: pieces come in several threads."""
@@ -157,8 +172,7 @@ def cut(coming: Sequence[Incoming], first: int, piece_bytes: int, rest: bool = T
         first: the first layer that is wanted; those before it come last.
         piece_bytes: most bytes of a piece, unless one unit has more. A unit of which something is left out is a piece
             of its own, since it does not follow the one before.
-        rest: whether what is left out comes last, with layers before the first. Without, files of which something is
-            left out bring only what is wanted.
+        rest: whether what is left out comes last, with layers before the first, or only if somebody wants it.
 
     Returns:
         Pieces by layer, then by file.
@@ -171,10 +185,8 @@ def cut(coming: Sequence[Incoming], first: int, piece_bytes: int, rest: bool = T
         for units, into in ((range(begin, header.units), pieces), (range(begin), late_ones)):
             runs = _runs(item, units, piece_bytes, wanted=into is pieces)
             into += [(piece.units.start, number, piece) for piece in runs]
-        for unit, left in item.rests.items():
+        for unit, left in item.rests.items() if rest else ():
             late_ones.append((unit, number, Piece(item, range(unit, unit + 1), left.nbytes, False, left.groups)))
-        if item.rests and not rest:
-            late_ones = [entry for entry in late_ones if entry[1] != number]
     return [piece for group in (pieces, late_ones) for _, _, piece in sorted(group, key=lambda entry: entry[:2])]
 
 

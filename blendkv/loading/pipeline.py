@@ -106,11 +106,11 @@ class Pipeline:
             One a key; without a chunk, and with `TEXT` as tier, where `choose` wants its text computed.
         """
         wanted = list(dict.fromkeys(keys))
-        visit = _Visit(self, homes, budget, progress or Progress())
+        visit = _Visit(self, homes, budget, progress or Progress(), choose)
         if choose is None:
             places: Mapping[str, Sequence[Place]] = everywhere(self.tiers, wanted)
         else:
-            there = survey(self.tiers, visit.lane, wanted, budget, visit.allows, choose.prefers)
+            there = survey(self.tiers, visit.lane, wanted, budget, visit.allows, choose.prefers, visit.late)
             places = choose.choose(there)
             visit.found |= {key: Fetched(None, TEXT) for key in there if not places.get(key)}
         visit.look(wanted, places)
@@ -122,11 +122,17 @@ class _Visit:
     """One prompt's way through the tiers."""
 
     def __init__(
-        self, pipeline: Pipeline, homes: Sequence[torch.device], budget: Budget | None, progress: Progress
+        self,
+        pipeline: Pipeline,
+        homes: Sequence[torch.device],
+        budget: Budget | None,
+        progress: Progress,
+        choose: Chooser | None,
     ) -> None:
         self._pipeline, self._tiers = pipeline, pipeline.tiers
         self._homes = tuple(homes) or (torch.device("cpu"),)
         self._budget, self._progress = budget, progress
+        self._accepts = None if choose is None else choose.accepts
         self.lane = pipeline.scheduler.lane()
         self.found: dict[str, Fetched] = {}
         self._coming: list[Incoming] = []
@@ -141,6 +147,11 @@ class _Visit:
         if self._attempts[tier] is None:
             store.stats.count("misses", "breaker", count)
         return self._attempts[tier] is not None
+
+    def late(self, tier: int) -> None:
+        """A store that was asked did not answer in time."""
+        if (attempt := self._attempts[tier]) is not None:
+            attempt.late()
 
     def look(self, keys: Sequence[str], places: Mapping[str, Sequence[Place]]) -> None:
         """Opens each chunk at the first of its places where it is; small ones are read at once."""
@@ -164,7 +175,7 @@ class _Visit:
             if not turn:  # small ones, and those that a GPU's kernels decode, many at once
                 for tier in sorted({place.tier for place in whole.values()}):
                     forms = {key: place.form for key, place in whole.items() if place.tier == tier}
-                    self._found(self._tiers.take(tier, forms, self._homes, self._budget), whole)
+                    self._found(self._tiers.take(tier, forms, self._homes, self._budget, self._accepts), whole)
                 whole = {}
 
     def begin(self, keys: Sequence[str], first: int | Callable[[], int], spare: Spare | None = None) -> None:
@@ -193,7 +204,8 @@ class _Visit:
     def _leave_out(self, spare: Mapping[str, np.ndarray], first: int) -> None:
         """Groups of tokens that will not be read are not fetched; layers before the first come last as they are.
 
-        Each file is looked at as it is, in the form in which its chunk is loaded.
+        Where no chunk is kept that lacks something, those layers are not fetched either. Each file is looked at as it
+        is, in the form in which its chunk is loaded.
         """
         for item in self._coming:
             if (unread := spare.get(item.key)) is None:
@@ -203,12 +215,15 @@ class _Visit:
             groups = {unit: those for unit, those in found.items() if layers(unit).stop > first}
             if groups:
                 self._progress.leave_out(*item.leave_out(groups))
-                item.source.keeps &= self._pipeline.rest
+            if groups and not self._pipeline.rest:
+                before = [unit for unit in range(item.file.header.units) if layers(unit).stop <= first]
+                item.leave_out(dict.fromkeys(before, item.every_group), told=False)
+                item.source.keeps = False
 
     def _found(self, got: Mapping[str, Fetched], places: Mapping[str, Place]) -> None:
         self.found |= got
-        for key in got:
-            self._progress.levels[key] = places[key].form.level
+        for key, one in got.items():
+            self._progress.levels[key] = one.level or places[key].form.level
 
     def _open_all(self, tier: int, places: Mapping[str, Place]) -> dict[str, Place]:
         """Files that a store has, verified as far as their heads say; gives those that are better read whole."""
@@ -223,7 +238,7 @@ class _Visit:
             late = partial(_late, self._tiers, self._progress, item)  # it must not hold this, which holds the chunk
             chunk = ArrivingChunk.of(item.arrival, item.file.header, store.url, most, late, **item.fields)
             level = name_in(item.file.header)
-            self.found[key] = Fetched(chunk, store.url, "" if places[key].form.main else level)
+            self.found[key] = Fetched(chunk, store.url, places[key].form.unless(level))
             self._progress.levels[key] = level
         return {key: places[key] for key, item in opened.items() if item is None}
 
@@ -249,6 +264,7 @@ class _Visit:
             if not head.done():
                 head.cancel()
                 store.stats.count("misses", "deadline")
+                attempt.late()
             elif (error := head.exception()) is None:
                 if (result := head.result()) is not _NOTHING:
                     opened[key] = result
@@ -280,6 +296,9 @@ class _Visit:
             if error.reason not in TORN:
                 raise
             return None
+        if self._accepts is not None and not self._accepts(file.header):
+            store.stats.count("misses")
+            return _NOTHING
         if not file.header.layer0:
             raise ChunkFileError("layer 0 is not in the chunk file, and is not rebuilt here", reason="layer0")
         device = self._homes[0]

@@ -106,19 +106,27 @@ class Load:
 def order_of(offers: Iterable[Offer], losses: Mapping[str, float]) -> Loss:
     """What each level loses: KL where that was measured for all of them, else its place in the order of bytes.
 
+    Of a level that only memory has nobody knows the bytes: it is put beside the nearest one of its codec.
+
     Args:
         offers: of a prompt.
         losses: measured, by name of the level.
     """
-    weights: dict[str, list[float]] = {}
-    known: dict[str, float] = {}
+    levels: dict[str, Offer] = {}
+    sizes: dict[str, float] = {}
     for offer in offers:
         if offer.lossy:
-            weights.setdefault(offer.name, []).append(offer.nbytes / max(1, offer.tokens) if offer.nbytes else 0.0)
-            known |= {offer.name: losses[offer.name]} if offer.name in losses else {}
-    if len(known) < len(weights):
-        mean = {name: max(each) for name, each in weights.items()}
-        known = {name: float(i) for i, name in enumerate(sorted(mean, key=lambda n: -mean[n]), 1)}
+            levels[offer.name] = offer
+            sizes[offer.name] = max(sizes.get(offer.name, 0.0), offer.nbytes / max(1, offer.tokens))
+
+    def place(level: Offer) -> tuple[float, int]:
+        alike = [each for each in levels.values() if each.codec == level.codec and sizes[each.name]]
+        near = min(alike, key=lambda each: abs(each.number - level.number), default=level)
+        return -sizes[near.name] * (1 + 1e-6 * (near.number - level.number)), level.number
+
+    known = {name: losses[name] for name in levels if name in losses}
+    if len(known) < len(levels):
+        known = {level.name: float(i) for i, level in enumerate(sorted(levels.values(), key=place), 1)}
     return lambda offer: known[offer.name] if offer.lossy else 0.0
 
 

@@ -43,10 +43,10 @@ class Progress:
             self.left_out_tokens += tokens
             self.left_out_bytes += nbytes
 
-    def asked_for(self, nbytes: int) -> None:
-        """Something that was left out is wanted after all."""
+    def asked_for(self, nbytes: int, told: bool = True) -> None:
+        """Something that was left out, and told of if it was, is wanted after all."""
         with self._lock:
-            self.left_out_bytes -= nbytes
+            self.left_out_bytes -= nbytes * told
             self.asked_bytes += nbytes
 
     def came(self, url: str, nbytes: int, wanted: bool) -> None:

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from blendkv.container import Header
 from blendkv.loading.scheduler import Lane
 from blendkv.stores import Budget, TieredStore
 from blendkv.stores.deadline import remaining
@@ -45,6 +46,10 @@ class Chooser(Protocol):
         """Whether the farther of two stores, by URL, is known to be the faster one."""
         ...
 
+    def accepts(self, header: Header) -> bool:
+        """Whether a file may be used, which another codec may have written than the one that was expected."""
+        ...
+
     def choose(self, there: Mapping[str, Sequence[Place]]) -> Mapping[str, Sequence[Place]]:
         """Where each chunk is looked for, the best first; nowhere: its text is computed."""
         ...
@@ -63,6 +68,7 @@ def survey(
     budget: Budget | None,
     asks: Callable[[int, int], bool],
     prefers: Callable[[str, str], bool],
+    late: Callable[[int], object] = lambda tier: None,
 ) -> Places:
     """Looks for every form of every chunk.
 
@@ -75,6 +81,7 @@ def survey(
         budget: how long stores that are not local may be waited for.
         asks: whether a store, by number, may be asked about so many chunks.
         prefers: whether the farther of two stores is faster.
+        late: told of each store, by number, that did not answer in time.
 
     Returns:
         Places of those that are anywhere, nearest first.
@@ -94,7 +101,7 @@ def survey(
         if not lacking or not asks(tier, len(lacking)):
             continue
         entries = [form.entry for those in lacking.values() for form in those]
-        sizes = _sizes(tiers, lane, tier, entries, budget)
+        sizes = _sizes(tiers, lane, tier, entries, budget, late)
         for key, those in lacking.items():
             found = [Place(form, tier, store.url, size) for form in those if (size := sizes.get(form.entry))]
             there[key] += found
@@ -118,7 +125,12 @@ def sizes_at_once(tiers: TieredStore, tier: int, entries: Sequence[str]) -> dict
 
 
 def _sizes(
-    tiers: TieredStore, lane: Lane, tier: int, entries: Sequence[str], budget: Budget | None
+    tiers: TieredStore,
+    lane: Lane,
+    tier: int,
+    entries: Sequence[str],
+    budget: Budget | None,
+    late: Callable[[int], object],
 ) -> dict[str, int | None]:
     store = tiers.stores[tier]
     local = budget is None or getattr(store, "local", False)
@@ -134,6 +146,7 @@ def _sizes(
         if not future.done():
             future.cancel()
             store.stats.count("misses", "deadline")
+            late(tier)
         elif future.exception() is not None:
             store.stats.count("misses", "error")
         else:

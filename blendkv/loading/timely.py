@@ -69,7 +69,7 @@ class Timely:
                 self._tiers.stores[tier].stats.count("misses", "breaker", count)
             return tier in attempts
 
-        there = survey(self._tiers, lane, keys, budget, allows, guided.prefers)
+        there = survey(self._tiers, lane, keys, budget, allows, guided.prefers, lambda tier: attempts[tier].late())
         good = {key: [place for place in places if guided.may(key, place)] for key, places in there.items()}
         found = self._tiers.remembered({key: places[0].form for key, places in good.items() if _near(places)})
         wanted = {key: places for key, places in good.items() if key not in found}
@@ -78,9 +78,9 @@ class Timely:
         tiers = sorted(attempts)
         if wanted:
             streamed = self._streamed(wanted, tiers, lane, compute, left, after_s)
-            found |= self._kept(wanted, tiers, streamed, attempts)
+            found |= self._kept(wanted, tiers, streamed, attempts, compute)
         self._tell(there, found, after_s, self._clock.now() - begin)
-        self._tiers.count([got.tier for got in found.values()], len(keys) - len(found))
+        self._tiers.count([got.tier for got in found.values() if got.tier != TEXT], len(keys) - len(found))
         return [found.get(key, Fetched(None)) for key in keys]
 
     def _streamed(
@@ -130,13 +130,20 @@ class Timely:
         return None if known is None else known.bytes_per_s
 
     def _kept(
-        self, there: Places, tiers: Sequence[int], streamed: Streamed, attempts: Mapping[int, Attempt]
+        self,
+        there: Places,
+        tiers: Sequence[int],
+        streamed: Streamed,
+        attempts: Mapping[int, Attempt],
+        compute: Callable[[str], ChunkCache],
     ) -> dict[str, Fetched]:
         """What came: memory and nearer stores get it, and who gave it, or did not, is told of."""
         found: dict[str, Fetched] = {}
         for key, chunk, came in zip(there, streamed.chunks, streamed.came, strict=True):
+            if came is not None and came.assembly.header is not None and not self._guided.accepts(came.assembly.header):
+                chunk, came = compute(key), None  # another codec has written it
             if came is None:
-                self._tiers.pool.put(chunk)
+                self._tiers.keep(MEMORY, chunk.key, chunk, None)
                 found[key] = Fetched(chunk, TEXT)
                 continue
             tier = tiers[came.source]

@@ -73,6 +73,8 @@ class Transfer:
         self._users.pop()
         if not self._users:
             self._left.clear()
+            for item in self._items:
+                item.arrival.abandon()
             if self._pid == os.getpid():
                 self._lane.abandon()
 
@@ -87,7 +89,7 @@ class Transfer:
         for unit, rest in item.rests.items():
             if unit < first or (unit > first and not self._mine(item, unit)):
                 continue
-            self._progress.asked_for(rest.nbytes)
+            self._progress.asked_for(rest.nbytes, rest.told)
             piece = Piece(item, range(unit, unit + 1), rest.nbytes, False, rest.groups)
             try:
                 future = self._lane.submit(self._bring, piece, cost_bytes=piece.nbytes)
@@ -124,7 +126,10 @@ class Transfer:
                 piece = self._left.popleft()
             except IndexError:
                 return None
-            if piece.of.arrival.failed or (piece.is_rest and piece.of.spoilt):
+            if piece.of.arrival.failed:
+                continue
+            if piece.of.spoilt and not piece.wanted:
+                self._drop(piece, piece.of.spoilt)
                 continue
             if not piece.is_rest or self._mine(piece.of, piece.units.start):
                 return piece
@@ -152,13 +157,20 @@ class Transfer:
     def _failed(self, piece: Piece, why: str) -> bool:
         """A piece did not come; whether that is news. What nobody wants yet leaves the prompt what it wants."""
         item = piece.of
-        if not piece.is_rest:
+        if piece.wanted:
             return self._lost(item, why)
         news = item.is_news("spoilt") and not item.arrival.failed
         item.spoilt = item.spoilt or why
+        self._drop(piece, why)
         if item.rest_is_wanted:  # asked after it was set, so that one of two threads sees what the other says
             self._lost(item, why)
         return news
+
+    def _drop(self, piece: Piece, why: str) -> None:
+        """What nobody wants yet will not come; of what was left out `_want` says so."""
+        if not piece.is_rest:
+            layers = piece.of.file.header.layers_of
+            piece.of.arrival.lose([layer for unit in piece.units for layer in layers(unit)], why)
 
     def _note(self, item: Incoming) -> None:
         """Tells, once each, that all that the prompt wanted of a file is there, and that all of it is."""

@@ -30,6 +30,10 @@ class Form:
         """Name of the level (`levelkeys.name_of`)."""
         return name_of(self.codec)
 
+    def unless(self, level: str) -> str:
+        """The level that a file turns out to be of, "" for what the tiers' codec writes (`Fetched.level`)."""
+        return "" if self.main and level == self.level else level
+
 
 class Filing:
     """Encodes chunks into their entries, and says which there may be.

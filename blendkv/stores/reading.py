@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 
@@ -13,7 +13,9 @@ import torch
 from blendkv.chunk import ChunkCache
 from blendkv.chunkfile import ChunkFile
 from blendkv.codecs import Codec
+from blendkv.container import Header
 from blendkv.errors import ChunkFileError
+from blendkv.levelkeys import name_in
 from blendkv.stores.base import Store
 from blendkv.stores.coding import CodingStats
 from blendkv.stores.deadline import Budget
@@ -100,8 +102,13 @@ class Reader:
             return data
 
     def decode(
-        self, store: Store, data: Mapping[str, bytes], homes: tuple[torch.device, ...], codec: Codec | None = None
-    ) -> dict[str, ChunkCache]:
+        self,
+        store: Store,
+        data: Mapping[str, bytes],
+        homes: tuple[torch.device, ...],
+        codec: Codec | None = None,
+        accepts: Callable[[Header], bool] | None = None,
+    ) -> dict[str, tuple[ChunkCache, str]]:
         """Chunks of entries that are what their keys say; others are taken out of the store.
 
         Args:
@@ -109,20 +116,26 @@ class Reader:
             data: by key.
             homes: where each layer is wanted.
             codec: that should have written them; None: that of most.
+            accepts: whether a file of such a head may be used; None: any.
+
+        Returns:
+            By key of the entry; with the level that each turns out to be of.
         """
         files: dict[str, ChunkFile] = {}
         wrong: dict[str, ChunkFileError] = {}
         for entry, content in data.items():
             try:
-                files[entry] = self._opener.checked(entry, content, homes[0], codec)
+                file = self._opener.checked(entry, content, homes[0], codec)
+                if accepts is None or accepts(file.header):
+                    files[entry] = file
             except ChunkFileError as error:
                 wrong[entry] = error.bare()
-        chunks: dict[str, ChunkCache] = {}
+        chunks: dict[str, tuple[ChunkCache, str]] = {}
         for entry, chunk in zip(files, decode_at(list(files.values()), homes) if files else (), strict=True):
             if isinstance(chunk, ChunkFileError):
                 wrong[entry] = chunk
             else:
-                chunks[entry] = chunk
+                chunks[entry] = chunk, name_in(files[entry].header)
         for entry, error in wrong.items():
             self.discard(store, entry, error)
         return chunks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Literal, Self
 
@@ -12,6 +12,7 @@ import torch
 
 from blendkv.chunk import ChunkCache
 from blendkv.codecs import Codec, Profiles, get_codec
+from blendkv.container import Header
 from blendkv.container.seals import check_secret
 from blendkv.stores.backlog import Backlog
 from blendkv.stores.base import Store
@@ -151,7 +152,12 @@ class TieredStore:
         }
 
     def take(
-        self, level: int, wanted: Mapping[str, Form], homes: Sequence[torch.device] = (), budget: Budget | None = None
+        self,
+        level: int,
+        wanted: Mapping[str, Form],
+        homes: Sequence[torch.device] = (),
+        budget: Budget | None = None,
+        accepts: Callable[[Header], bool] | None = None,
     ) -> dict[str, Fetched]:
         """Chunks from one store, which memory and nearer stores then have too.
 
@@ -160,6 +166,7 @@ class TieredStore:
             wanted: by key of the chunk, the form in which it is asked for.
             homes: where each layer is wanted; the CPU if that is left open.
             budget: how long a store that is not local may be waited for.
+            accepts: whether a file of such a head may be used; None: any.
 
         Returns:
             Those that it has and that are what their keys say, by key of the chunk.
@@ -167,13 +174,14 @@ class TieredStore:
         store, found = self.stores[level], {}
         data = self._reader.read(self._writers[level], [form.entry for form in wanted.values()], budget)
         codecs = {form.entry: None if form.main else form.codec for form in wanted.values()}
-        chunks: dict[str, ChunkCache] = {}
+        chunks: dict[str, tuple[ChunkCache, str]] = {}
         for codec in dict.fromkeys(codecs.values()):
             those = {entry: data[entry] for entry, own in codecs.items() if own is codec and entry in data}
-            chunks |= self._reader.decode(store, those, tuple(homes) or (torch.device("cpu"),), codec)
+            chunks |= self._reader.decode(store, those, tuple(homes) or (torch.device("cpu"),), codec, accepts)
         for key, form in wanted.items():
-            if (chunk := chunks.get(form.entry)) is not None:
-                found[key] = Fetched(chunk, store.url, "" if form.main else form.level)
+            if form.entry in chunks:
+                chunk, name = chunks[form.entry]
+                found[key] = Fetched(chunk, store.url, form.unless(name))
                 self.keep(level, form.entry, chunk, data[form.entry])
         return found
 

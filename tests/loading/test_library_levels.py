@@ -129,6 +129,77 @@ def test_what_was_chosen_is_what_is_blended(setting, rate, whole_bytes):
     assert not inputs.report.misses
 
 
+class Raising(Controller):
+    """Has a bug."""
+
+    def decide(self, *args, **kwargs):
+        raise RuntimeError("a bug")
+
+
+class Doubting(Raising):
+    """Cannot even say what is good enough."""
+
+    def may(self, offer, costs):
+        raise RuntimeError("another bug")
+
+
+class Unready(Raising):
+    """Knows no costs."""
+
+    def ready(self, *args):
+        raise RuntimeError("a third bug")
+
+
+@pytest.mark.parametrize("kind", [Raising, Doubting, Unready])
+def test_where_a_controller_raises_chunks_come_as_without_one_and_no_lossier_than_it_allows(setting, kind):
+    model, codecs, *_ = setting
+    far = store_of(setting, name="far")
+    for farther, levels in (([far], ["raw"] * 3), ([], ["text"] * 3)):
+        stores = [store_of(setting, ("klt@8",), "near", local=True), *farther]
+        tiers, known = TieredStore(Pool(), *stores, levels=codecs), costs_of(model, {})
+        kv = library(model, tiers, namespace="n", controller=kind(known, max_kl=0.1), deadline_s=LONG)
+        inputs, logits = ask(kv)
+        assert levels_used(inputs) == levels
+        assert any("chose nothing" in note for note in inputs.report.notes)
+        if levels == ["raw"] * 3:
+            plain = library(model, TieredStore(Pool(), far), namespace="n", deadline_s=LONG)
+            assert torch.equal(ask(plain)[1], logits)
+
+
+@pytest.mark.parametrize("how", [{"whole_bytes": 0}, {"whole_bytes": 1 << 30}, {"target_s": LONG}])
+def test_an_entry_that_another_codec_wrote_is_told_apart(setting, how):
+    """A store that was filled with codec="klt", opened without: what its entries lose counts all the same."""
+    model, codecs, _, chunks = setting
+    store = DictStore()
+    with library(model, TieredStore(Pool(), store, codec=codecs[2], write="through"), namespace="n") as kv:
+        kv(DOCUMENTS, "why?")
+    other = DictStore("other")
+    other.entries = dict(store.entries)
+    inputs, _ = ask(opened(setting, store, max_kl=0.1, **how))
+    assert store.url not in inputs.report.loaded
+    used = {chunk.key: chunk for chunk in inputs.cache.chunks[0]}
+    assert all((used[key].keys[1] - one.keys[1]).abs().max() < 1e-4 for key, one in chunks.items())
+    if "target_s" not in how:
+        inputs, _ = ask(opened(setting, other, text=False, **how))
+        assert levels_used(inputs) == ["klt@8"] * 3
+        assert other.url in inputs.report.loaded
+
+
+def test_what_a_target_has_computed_is_no_hit_and_is_in_memory_once(setting):
+    _, codecs, *_ = setting
+    store = store_of(setting, ("klt@8",))
+    kv = opened(setting, store, text=False)
+    assert levels_used(ask(kv)[0]) == ["klt@8"] * 3
+    kv.controller.max_kl, kv.controller.target_s = 0.0, LONG
+    kv.pool.stats.hits.clear()
+    inputs, _ = ask(kv)
+    assert levels_used(inputs) == ["text"] * 3
+    assert kv.pool.stats.hits == {"memory": 1}  # the template's head
+    for key in kv.keys(DOCUMENTS):
+        assert key in kv.pool.pool
+        assert not any(level_key(key, codec) in kv.pool.pool for codec in codecs)
+
+
 def test_a_slower_link_gives_coarser_levels(setting):
     model, seen = setting[0], []
     for rate in (1e12, 1e6, 1e5, 1e4):

@@ -1,5 +1,6 @@
 """Layers that come while others compute: the same answers as from chunks that are there, right ones when none come."""
 
+import copy
 import gc
 import threading
 import time
@@ -11,6 +12,7 @@ import torch
 from blendkv import BlendedCache, ChunkMissError, MissingChunk, Pool, attach, prefill
 from blendkv.loading.arriving import ArrivingChunk
 from blendkv.loading.pipeline import Pipeline, at_once
+from blendkv.loading.progress import Progress
 from blendkv.loading.queues import FifoQueue
 from blendkv.loading.scheduler import TransferScheduler
 from blendkv.stores import Budget, TieredStore
@@ -592,6 +594,96 @@ def test_a_store_that_prompts_go_on_without_is_left_alone_for_a_while(attached):
     until(lambda: pipeline.breakers[0].state == "closed")
 
 
+@pytest.mark.parametrize("what", ["get", "size"])
+def test_a_store_that_does_not_even_say_what_it_has_is_left_alone_too(attached, what):
+    _, exact = exact_case(attached("llama"))
+    store, _, pipeline = stored(exact)
+    pipeline._scheduler, free = TransferScheduler(64), threading.Event()
+    chooses = Everything() if what == "size" else None
+    own = getattr(store, what)
+    setattr(store, what, lambda *args: own(*args) if free.wait(60) else None)
+    keys = [chunk.key for chunk in exact]
+    for state in ["closed"] * 4 + ["open"]:
+        assert not any(got.chunk for got in pipeline.fetch(keys, budget=Budget(0.02), choose=chooses))
+        assert pipeline.breakers[0].state == state
+    begin = time.monotonic()
+    assert not any(got.chunk for got in pipeline.fetch(keys, budget=Budget(30.0), choose=chooses))
+    assert time.monotonic() - begin < 10
+    free.set()
+
+
+@pytest.mark.parametrize("how", ["absent", "checksum"])
+def test_layers_that_a_prompt_does_not_want_may_fail_without_a_miss(attached, how):
+    """They come last, for the next prompt: the report says what this one was made of. One that wants them misses."""
+    model = attached("llama")
+    ids, exact = exact_case(model)
+    logits, _ = full(model, ids)
+    store, tiers, pipeline = stored(exact)
+    wanted_now, last = {chunk.key: starts(store, chunk.key)[1] for chunk in exact}, threading.Event()
+
+    def gate(key, start, data):
+        if start >= wanted_now[key]:
+            last.wait(60)
+            return data
+        last.set()  # what is wanted is still under way
+        return None if how == "absent" else bytes(len(data))
+
+    store.gate, pipeline._scheduler, pipeline.ahead, progress = gate, TransferScheduler(16), 16, Progress()
+    chunks = [got.chunk for got in pipeline.fetch([c.key for c in exact], first=1, progress=progress)]
+    for selector, ratio in (("hkvd", 0.3), ("none", 0.0)):
+        cache = BlendedCache(chunks, ratio, selector)
+        got = in_time(lambda cache=cache: run(model, ids, cache, logits_to_keep=1).logits)
+        assert (got - logits[:, -1:]).abs().max() <= 1e-4
+        if selector == "hkvd":
+            until(lambda: pipeline._scheduler.state.running == pipeline._scheduler.state.waiting == 0)
+            assert not cache.report.misses
+            assert set(progress.levels.values()) == {"raw"}
+            assert (tiers.stats.hits, tiers.stats.misses) == ({store.url: 3}, 0)
+    why = "late" if how == "absent" else "checksum"
+    assert cache.report.misses == {why: sum(map(len, exact))}
+    assert not any(chunk.key in tiers.pool for chunk in exact)
+
+
+class Everything:
+    """Chooses whatever is anywhere."""
+
+    def prefers(self, farther, nearer):
+        return False
+
+    def accepts(self, header):
+        return True
+
+    def choose(self, there):
+        return there
+
+
+def test_keys_that_outlive_their_chunk_do_not_wait_for_ever(attached):
+    _, exact = exact_case(attached("llama"))
+    store, _, pipeline = stored(exact)
+    free = threading.Event()
+    store.gate = lambda key, start, data: data if free.wait(60) else None
+    pipeline.ahead = 1
+    keys = fetched(pipeline, exact)[0].keys
+    gc.collect()
+    free.set()
+
+    def look():
+        with pytest.raises(ChunkMissError, match="cancelled"):
+            return keys[LAYERS - 1]
+        return True
+
+    assert in_time(look)
+
+
+def test_copies_of_chunks_on_their_way_can_be_shown(attached):
+    _, exact = exact_case(attached("llama"))
+    _, _, pipeline = stored(exact)
+    chunk = fetched(pipeline, exact)[0]
+    assert "dict" in repr(chunk) or "ranged" in repr(chunk)
+    for copied in (copy.deepcopy(chunk), replace(chunk, text="of")):
+        assert f"{len(chunk)} tokens" in repr(copied)
+
+
 @pytest.mark.parametrize("how", ["checksum", "absent", "raises"])
 def test_after_a_piece_fails_no_more_of_its_file_is_fetched(attached, how):
     """One slot: pieces come in order, and those of the other files go on."""
@@ -674,7 +766,7 @@ def test_the_pipeline_streams_to_a_gpu_only_what_comes_from_afar(attached, monke
     _, exact = exact_case(attached("llama"))
     store, tiers, pipeline = stored(exact, RangeStore(local=local))
     told, own, keys = [], tiers.take, [chunk.key for chunk in exact]
-    monkeypatch.setattr(tiers, "take", lambda level, forms, homes, budget: told.append(homes) or own(level, forms))
+    monkeypatch.setattr(tiers, "take", lambda level, forms, homes, *_: told.append(homes) or own(level, forms))
     monkeypatch.setattr("blendkv.loading.transfer.Transfer.begin", lambda transfer: None)
     if waits:
         data = dict(store.entries)

@@ -86,6 +86,24 @@ def test_time_that_is_left_over_makes_single_chunks_better():
     assert more > hidden  # one more would not hide
 
 
+def test_a_level_that_only_memory_has_is_put_beside_its_neighbours():
+    """Nobody knows its bytes there, but a finer level is not taken for the coarsest."""
+    there = [*offers_of("k", levels=("klt@0", "klt@8")), Offer("k", 256, 0, 1 << 21, "", "klt", "klt@4", 4, True)]
+    loss = order_of(there, {})
+    assert sorted({each.level for each in there}, key=lambda name: loss(next(o for o in there if o.level == name))) == [
+        "klt@0",
+        "klt@4",
+        "klt@8",
+    ]
+    known = costs(1e12)
+    known.losses.clear()
+    fine, coarse = (Offer("k", 256, 0, 1 << 21, "", "klt", f"klt@{n}", n, True) for n in (4, 8))
+    for mine, far, taken in ((fine, "klt@8", "klt@4"), (coarse, "klt@4", "klt@4")):
+        assert decide(known, [mine, *offers_of("k", levels=(far,))], text=False).levels == (taken,)
+    both = order_of([coarse, fine], {})
+    assert both(fine) < both(coarse)
+
+
 def test_quality_has_a_floor():
     slow = costs(1e4)
 

@@ -383,6 +383,62 @@ def test_a_prompt_that_is_given_up_leaves_what_was_left_out_where_it_is(attached
     assert not list(tiers.pool.keys())
 
 
+@pytest.mark.parametrize("end", ["dies", "stalls"])
+def test_what_nobody_reads_may_die_or_stall(attached, end):
+    """A short chunk is computed in full, and its gap is too small to be left out: nobody waits for it, or misses it."""
+    model = attached("llama")
+    case = make_case(model, (20, 140, 97))
+    options = {"selector": "boundary", "recompute_ratio": 0.5}
+    store, free, short = stored(case.caches), threading.Event(), case.caches[0].key
+    store.gate = lambda key, start, data: data if key != short or (end == "stalls" and free.wait(60)) else None
+    settings = {"rest": False, "least_gap": 6000, "budget": Budget(60), "ahead": 8, "scheduler": TransferScheduler(8)}
+    chunks, progress, _ = loaded(case, store, options, **settings)
+    want = run(model, case.ids, there := BlendedCache(case.caches, **options), logits_to_keep=1).logits
+    cache = BlendedCache(chunks, **options)
+    got = in_time(lambda: run(model, case.ids, cache, logits_to_keep=1).logits)
+    free.set()
+    assert progress.left_out_tokens == 32 + 32
+    assert torch.equal(got, want)
+    assert worst(cache, there) == 0
+    assert not cache.report.misses
+
+
+def test_at_a_higher_ratio_than_foreseen_a_dead_store_breaks_nothing(attached):
+    model = attached("llama")
+    ids = tokens(220, 4)[None]
+    exact = [exact_chunk(model, ids, a, b) for a, b in ((5, 70), (75, 140), (144, 210))]
+    case = type("Case", (), {"ids": ids, "caches": exact})
+    store = stored(exact)
+    store.gate = lambda key, start, data: None if key == exact[1].key else data
+    chunks, _, _ = loaded(case, store, {"selector": "boundary", "recompute_ratio": 0.55}, rest=False)
+    logits, reference = full(model, ids)
+    for ratio in (0.97, 0.6, 0.1):
+        cache = BlendedCache(chunks, ratio, "boundary")
+        got = in_time(lambda cache=cache: run(model, ids, cache, logits_to_keep=1).logits)
+        assert (got - logits[:, -1:]).abs().max() <= 1e-4
+        assert worst(cache, reference) <= 1e-4
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_layers_before_the_first_come_if_somebody_wants_them(attached, first):
+    """Where chunks with gaps are not kept, nobody else sends for them: without that the next prompt waits for ever."""
+    model = attached("llama")
+    case = make_case(model, LENGTHS)
+    options = {"selector": "boundary", "check_layers": {first: 0.5}}
+    store = stored(case.caches)
+    chunks, progress, _ = loaded(case, store, options, rest=False)
+    run(model, case.ids, BlendedCache(chunks, **options), logits_to_keep=1)
+    for chunk in case.caches:
+        assert min(layer for layer, _ in read_of(store, chunk.key)) == first
+    left = progress.left_out_bytes
+    want = run(model, case.ids, BlendedCache(case.caches, 0.0, "none"), logits_to_keep=1).logits
+    got = in_time(lambda: run(model, case.ids, BlendedCache(chunks, 0.0, "none"), logits_to_keep=1).logits)
+    assert torch.equal(got, want)
+    assert progress.left_out_bytes == 0
+    before = sum(first * (chunk.nbytes // LAYERS) for chunk in case.caches)
+    assert progress.asked_bytes >= left + before
+
+
 # -- a library, and what else goes wrong ------------------------------------------------------------------------------
 
 
