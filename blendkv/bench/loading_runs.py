@@ -22,7 +22,8 @@ from blendkv.cache import BlendedCache
 from blendkv.chunk import ChunkCache, MissingChunk
 from blendkv.chunkfile import decode_chunk, encode_chunk
 from blendkv.codecs import Codec
-from blendkv.levelkeys import name_of
+from blendkv.container import Header
+from blendkv.levelkeys import name_in, name_of
 from blendkv.loading.controller import Controller
 from blendkv.loading.costs import Costs
 from blendkv.loading.decision import TEXT
@@ -80,6 +81,10 @@ class Only:
     def prefers(self, farther: str, nearer: str) -> bool:
         """Never."""
         return False
+
+    def accepts(self, header: Header) -> bool:
+        """What is of that level."""
+        return name_in(header) == self._level
 
     def choose(self, there: Mapping[str, Sequence[Place]]) -> Mapping[str, Sequence[Place]]:
         """Where that level is."""
