@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from blendkv.chunkfile import ChunkFile
+from blendkv.errors import ChunkFileError
 from blendkv.loading.arriving import Arrival
 from blendkv.loading.sources import StoreSource
 from blendkv.loading.sparing import tokens_of
@@ -82,6 +83,7 @@ class Incoming:
         rests: by unit, what of it the prompt will not read.
         rest_is_wanted: whether somebody asked for some of that after all.
         spoilt: why some of that will not come; "" as far as is known.
+        damage: what is wrong with the file, if it is to be put out of use.
     """
 
     key: str
@@ -96,6 +98,7 @@ class Incoming:
     rests: dict[int, Rest] = field(default_factory=dict)
     rest_is_wanted: bool = False
     spoilt: str = ""
+    damage: ChunkFileError | None = None
     _said: set[str] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

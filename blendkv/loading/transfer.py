@@ -148,11 +148,18 @@ class Transfer:
             self._note(item)
         except ChunkFileError as error:
             if self._failed(piece, error.reason) and not self._is_good(item):
-                self._tiers.discard(item.store, item.entry, error.bare())
+                item.damage = error.bare()
         except Absent as error:
             self._failed(piece, error.why or LATE)
         except Exception as error:
             self._failed(piece, f"error ({type(error).__name__})")
+        self._discard(item)
+
+    def _discard(self, item: Incoming) -> None:
+        """Puts a damaged file out of use, once nobody wants anything of it that may be good."""
+        damage, waits = item.damage, not (item.arrival.has_come or item.arrival.failed)
+        if damage is not None and not waits and item.is_news("discarded"):
+            self._tiers.discard(item.store, item.entry, damage)
 
     def _failed(self, piece: Piece, why: str) -> bool:
         """A piece did not come; whether that is news. What nobody wants yet leaves the prompt what it wants."""

@@ -5,6 +5,7 @@ import gc
 import os
 import pickle
 import threading
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -363,6 +364,36 @@ def test_damage_in_what_was_left_out_is_found_when_it_comes(attached):
     until(lambda: key not in store.entries)
     assert tiers.stats.reasons == {"checksum": 1}
     assert key not in tiers.pool
+
+
+def test_damage_that_nobody_reads_waits_for_what_is_wanted(attached):
+    """It is found while the last layer is under way: the file is put out of use only then, and nothing is missed."""
+    model = attached("llama")
+    case = make_case(model, LENGTHS)
+    store, key = stored(case.caches), case.caches[0].key
+    at = {(la, g): a for la, g, a, _ in segments_of(store, key)}
+    data = bytearray(store.entries[key])
+    data[at[2, 0]] ^= 1
+    store.entries[key] = bytes(data)
+    last, found = {a for (la, g), a in at.items() if la == LAYERS - 1 and g}, threading.Event()
+
+    def gate(key_, start, data):
+        if key_ == key and start == at[2, 0]:
+            found.set()
+        if key_ == key and start in last:
+            assert found.wait(30)
+            time.sleep(0.2)
+        return data if key_ in store.entries else None
+
+    store.gate = gate
+    options = {"selector": "boundary", "recompute_ratio": 0.5}
+    chunks, _, tiers = loaded(case, store, options)
+    want = run(model, case.ids, BlendedCache(case.caches, **options), logits_to_keep=1).logits
+    cache = BlendedCache(chunks, **options)
+    assert torch.equal(run(model, case.ids, cache, logits_to_keep=1).logits, want)
+    assert not cache.report.misses
+    until(lambda: key not in store.entries)
+    assert tiers.stats.reasons == {"checksum": 1}
 
 
 def test_a_prompt_that_is_given_up_leaves_what_was_left_out_where_it_is(attached):
