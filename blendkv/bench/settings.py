@@ -45,9 +45,9 @@ class Setting:
 
     @property
     def key(self) -> tuple:
-        """Method, selector, ratio; where one of them is not the usual, condition, schedule and corrector too."""
-        others = (self.condition, self.check_layers, self.corrector)
-        return (self.method, self.selector, self.ratio, *(others if any(others) else ()))
+        """Method, selector, ratio; condition and schedule, and the corrector, where those are not the usual."""
+        varied = (self.condition, self.check_layers) if self.condition or self.check_layers or self.corrector else ()
+        return (self.method, self.selector, self.ratio, *varied, *filter(None, [self.corrector]))
 
 
 def settings_of(

@@ -231,7 +231,10 @@ def test_one_who_may_only_read(running):
 def test_bodies_have_a_length_and_a_limit(tmp_path):
     key, data = chunk_file(1)
     with gateway(disk(tmp_path), {"entry_bytes": len(data), "upload_bytes": 3 * len(data)}) as running:
-        assert running.ask("PUT", path_of(key), iter([data]))[0] == 411  # in pieces, of unknown length
+        with running.raw() as sock:  # in pieces, of unknown length
+            head = f"PUT {path_of(key)} HTTP/1.1\r\nHost: x\r\nAuthorization: {AUTH['Authorization']}\r\n"
+            sock.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n4\r\nabcd\r\n0\r\n\r\n".encode())
+            assert sock.recv(4096).startswith(b"HTTP/1.1 411 ")
         assert running.ask("PUT", path_of(key), data + b"x")[0] == 413
         assert running.ask("PUT", path_of(key), data)[0] == 201
         # nothing of a huge one is read: the answer comes before the body

@@ -12,6 +12,7 @@ import pytest
 
 from blendkv.chunk import chunk_key, ids_bytes
 from blendkv.chunkfile import encode_chunk
+from blendkv.codecs import get_codec
 from blendkv.container import read_head
 from blendkv.contract import bytes_for, key_for
 from blendkv.errors import ChunkFileError, StoreError
@@ -457,7 +458,9 @@ def test_inspection(store):
     chunk = make_chunk(
         tokens=9, layers=3, heads=2, key_dim=16, value_dim=8, conditioning=(1, 2), namespace="n", text="words"
     )
-    data = encode_chunk(chunk)
+    together = inspect_bytes(encode_chunk(chunk), chunk.key)  # keys and values of a group of tokens are one segment
+    assert [(unit.keys, unit.values) for unit in together.units] == [(None, None)] * 3
+    data = encode_chunk(chunk, get_codec("raw", level=0))
     found = inspect_bytes(data, chunk.key)
     assert found.sound
     assert (found.damaged, found.right_key) == ((), True)
