@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
@@ -16,12 +15,11 @@ from blendkv.buffers import Buffers
 from blendkv.cache import BlendedCache
 from blendkv.choosing import candidates_of, is_known_ahead, keep_best
 from blendkv.correcting import write_corrected
-from blendkv.errors import CacheStateError
 from blendkv.facts import ModelFacts, kernels_unusable
 from blendkv.graphs import GraphPass
 from blendkv.kernelbuffers import KernelBuffers, new_tables
 from blendkv.kernels.table import upload
-from blendkv.plan import RowPlan, chunks_per_row, plan_row, require_hits
+from blendkv.plan import RowPlan, chunks_per_row, nothing_found, plan_row, require_hits
 from blendkv.question import Enough, Question
 from blendkv.report import BlendReport, ChunkUse
 from blendkv.rows import left_pad, take_rows
@@ -137,7 +135,8 @@ class Blend:
                 self.plans.append(plan_row(b, self._ids[b], chunks, self.facts.mismatch, self.length - self.outputs))
                 if self.cache.strict:
                     require_hits(self.plans[-1], chunks)
-            self._warn_if_nothing_found()
+            if nothing_found(self.uses, self.cache.chunks, self.length):
+                self.report.remark("no chunk was found in the prompt: plain prefill")
         except BaseException:  # nothing is lost: the cache is empty still
             self.cache.layers, self.cache._failed = [], False
             raise
@@ -151,22 +150,6 @@ class Blend:
         self.chunk_total = sum(plan.chunk_tokens for plan in self.plans)
         self.report.chunks = self.uses
         self.report.chunk_bytes = sum(plan.chunk_bytes for plan in self.plans)
-
-    def _warn_if_nothing_found(self) -> None:
-        if not self.uses or any(use.found for use in self.uses):
-            return
-        longest_row = max((sum(map(len, row)) for row in self.cache.chunks), default=0)
-        if longest_row > self.length:
-            raise CacheStateError(
-                f"none of the chunks ({longest_row} tokens) is in the {self.length} input_ids: a BlendedCache wants "
-                "the ids of the whole prompt, chunks included, not only the new ones"
-            )
-        warnings.warn(
-            "no chunk was found in the prompt, so everything is computed: build the prompt from the chunks' own ids "
-            "(ChunkLibrary does), or compare tokenisers",
-            stacklevel=2,
-        )
-        self.report.remark("no chunk was found in the prompt: plain prefill")
 
     def end(self) -> None:
         """The forward is over, well or not."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from blendkv.cache import Chunk
 from blendkv.chunk import ChunkCache, MissingChunk
-from blendkv.errors import ChunkMissError
+from blendkv.errors import CacheStateError, ChunkMissError
 from blendkv.prompt import Span, find_spans
 from blendkv.report import ChunkUse
 
@@ -185,6 +186,33 @@ def require_hits(plan: RowPlan, chunks: Sequence[Chunk]) -> None:
             raise ChunkMissError(
                 f"chunk {use.index} of row {use.row} ({use.tokens} tokens) cannot be used: {use.reason}"
             )
+
+
+def nothing_found(uses: Sequence[ChunkUse], chunks: Sequence[Sequence[Chunk]], length: int) -> bool:
+    """Whether not one token of any chunk is in the prompt, which is warned of.
+
+    Args:
+        uses: of all batch rows.
+        chunks: by row, that were looked for.
+        length: of the prompt in tokens.
+
+    Raises:
+        CacheStateError: if the ids are not those of a whole prompt.
+    """
+    if not uses or any(use.found for use in uses):
+        return False
+    longest_row = max((sum(map(len, row)) for row in chunks), default=0)
+    if longest_row > length:
+        raise CacheStateError(
+            f"none of the chunks ({longest_row} tokens) is in the {length} input_ids: a BlendedCache wants "
+            "the ids of the whole prompt, chunks included, not only the new ones"
+        )
+    warnings.warn(
+        "no chunk was found in the prompt, so everything is computed: build the prompt from the chunks' own ids "
+        "(ChunkLibrary does), or compare tokenisers",
+        stacklevel=3,
+    )
+    return True
 
 
 def chunks_per_row(chunks: Sequence[Sequence[Chunk]], rows: int) -> list[Sequence[Chunk]]:

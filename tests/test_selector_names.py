@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from blendkv.correctors import get_corrector
 from blendkv.selectors import (
     HKVD,
     Attention,
@@ -245,7 +246,9 @@ def test_the_guide_says_names_that_are_read():
     stands_for = {"N": "8", "SEED": "3", "NAME": "mine"}
     assert len(names) > 15
     for name in names:
-        if name not in ("asked", "moved"):  # scores
+        if name.startswith(("mean-shift", "temperature")):
+            get_corrector(name)
+        elif name not in ("asked", "moved"):  # scores
             get_selector(re.sub(r"\b(N|SEED|NAME)\b", lambda found: stands_for[found[0]], name))
 
 
