@@ -189,16 +189,16 @@ def get_corrector(corrector: str | Corrector | None) -> Corrector | None:
     """
     if corrector is None or isinstance(corrector, Corrector):
         return corrector
-    plugins = None
-    for family in sorted(_CORRECTORS, key=len, reverse=True):
-        if corrector == family or corrector.startswith(f"{family}-"):
-            return _CORRECTORS[family].parse(corrector[len(family) + 1 :])
-    plugins = {e.name: e for e in entry_points(group="blendkv.correctors")}
-    for family in sorted(plugins, key=len, reverse=True):
-        if corrector == family or corrector.startswith(f"{family}-"):
-            return plugins[family].load().parse(corrector[len(family) + 1 :])
+    name = str(corrector)
+    plugins = {entry.name: entry.load for entry in entry_points(group="blendkv.correctors")}
+    known: dict[str, Callable[[], type[Corrector]]] = plugins | {
+        family: lambda kind=kind: kind for family, kind in _CORRECTORS.items()
+    }
+    for family in sorted(known, key=len, reverse=True):  # a family may have hyphens in its own name
+        if name == family or name.startswith(f"{family}-"):
+            return known[family]().parse(name[len(family) + 1 :])
     raise ValueError(
-        f"unknown corrector {corrector!r}; choose one of {', '.join(corrector_names())}, pass a Corrector, or None"
+        f"unknown corrector {name!r}; choose one of {', '.join(corrector_names())}, pass a Corrector, or None"
     )
 
 

@@ -142,11 +142,34 @@ def test_names():
 
 @pytest.mark.parametrize(
     "name",
-    ["shift", "mean-shift-x", "mean-shift-0", "mean-shift--1", "mean-shift-nan", "temperature-0", "temperature-inf"],
+    [
+        "shift",
+        "mean-shift-x",
+        "mean-shift-0",
+        "mean-shift--1",
+        "mean-shift-nan",
+        "temperature-0",
+        "temperature-inf",
+        0.5,
+    ],
 )
 def test_what_is_none_is_refused_before_anything_is_computed(name):
     with pytest.raises(ValueError, match=r"corrector|mean-shift|temperature"):
         BlendedCache((), corrector=name)
+
+
+def test_a_plug_in_is_found_by_its_family(monkeypatch):
+    class Entry:
+        name = "very-loud"
+
+        def load(self):
+            return Louder
+
+    monkeypatch.setattr("blendkv.correctors.entry_points", lambda group: [Entry()])
+    assert isinstance(get_corrector("very-loud"), Louder)
+    assert corrector_names() == ["mean-shift", "temperature", "very-loud"]
+    with pytest.raises(ValueError, match="no argument"):
+        get_corrector("very-loud-2")
 
 
 def test_it_is_public():
