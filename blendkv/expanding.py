@@ -334,7 +334,7 @@ def _expand(
                         status[len(sections) :],
                         dtype,
                     )
-    made = [_chunk(file, out) for file, out in zip(files, outputs, strict=True)]
+    made = [chunk_in(file, out) for file, out in zip(files, outputs, strict=True)]
     found = status.cpu().numpy()  # waits for the device, this once
     bad = {*layout.owner[short | (found[: len(short)] != 0)], *np.flatnonzero(found[len(short) :])}
     return [_damaged() if c in bad else chunk for c, chunk in enumerate(made)]
@@ -360,8 +360,13 @@ def _cuts(parts: int, unit: int, pieces: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(edges.tolist())]
 
 
-def _chunk(file: ChunkFile, out: Tensor) -> ChunkCache:
-    """The chunk whose keys and values are written into `out`; what a blend will ask of it is known from there."""
+def chunk_in(file: ChunkFile, out: Tensor) -> ChunkCache:
+    """The chunk of a file whose keys and values are written into a tensor; what a blend will ask is known from there.
+
+    Args:
+        file: open.
+        out: `[N]` keys and values of layer after layer, each `[H, T, D]`.
+    """
     shapes, tokens = file.header.layers, file.header.tokens
     slots = [(s.heads, dim) for s in shapes for dim in (s.key_dim, s.value_dim)]
     sizes = np.array(slots, np.int64)

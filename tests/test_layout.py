@@ -14,7 +14,7 @@ container.sources container.writer container.reader container codecs.classes cod
 codecs.rans codecs.base codecs.raw codecs.profile codecs.protect codecs.statistics codecs.transform codecs.klt
 codecs.cachegen codecs.fitting codecs _compat compiling flops listening report kernels.table chunk weights rope
 kernels.naive kernels.placing kernels.rows kernels.rans kernels.klt kernels.mass kernels.attention kernels chunkfile
-levelkeys overlap expanding prompt selectors.base selectors.static selectors.deviation selectors.attention
+levelkeys overlap expanding landing prompt selectors.base selectors.static selectors.deviation selectors.attention
 selectors.stored selectors.combined selectors.names selectors correctors stores.base stores.deadline stores.keys
 stores.urls stores.files stores.hits stores.inventory stores.disk stores.breaker stores.resp stores.valkey_server
 stores.valkey_servers stores.valkey_url stores.valkey stores.catalog stores.valkey_centre stores.http
@@ -29,7 +29,8 @@ loading.progress loading.sparing loading.incoming loading.survey loading.transfe
 loading.timely prefilling loading.measuring scoring supply divergence guard manifest gathering hub sharing pretrained
 inputs library counting telemetry documents precompute texts trials calibrating models contract testing passages
 loading.losses bench bench.measure bench.scores bench.intervals bench.records bench.readers bench.synthetic
-bench.tasks bench.methods bench.shapes bench.prompts bench.gates bench.decode bench.memory bench.results bench.stores
+bench.tasks bench.methods bench.shapes bench.ondisk bench.prompts bench.gates bench.decode bench.memory bench.results
+bench.stores
 bench.traces bench.bandwidth bench.throttle bench.eviction bench.kernels bench.coding bench.expanding bench.ttft
 bench.laying bench.answering bench.forcing bench.loading_runs bench.loading bench.mapping bench.conditions
 bench.settings bench.items bench.journal bench.summary bench.codec_table bench.store_table bench.queueing

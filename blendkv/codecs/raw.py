@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from blendkv.codecs.base import Arrangement, LayerShape
-from blendkv.container.format import aligned
+from blendkv.container.format import ALIGN, aligned
 from blendkv.errors import ChunkFileError
 
 GROUP = 32
@@ -95,6 +95,37 @@ class Raw:
                 for out in both:
                     out[:, start : start + group] = torch.nan
         return [both[0]], [both[1]]
+
+    def is_plain(self, sizes: np.ndarray, shapes: Sequence[LayerShape], tokens: int, dtype: torch.dtype) -> bool:
+        """Whether `in_order` can be had of layers: they are alike, and there is no padding among their segments.
+
+        Args:
+            sizes: `[layers, parts, groups]` bytes of each segment.
+            shapes: of the layers.
+            tokens: of the chunk.
+            dtype: of keys and values.
+        """
+        shape, group = shapes[0], self._group(tokens)
+        token = shape.heads * shape.key_dim * dtype.itemsize
+        counts = np.minimum(tokens - np.arange(0, tokens, group), group)
+        alike = len(set(shapes)) == 1 and shape.key_dim == shape.value_dim
+        return alike and not (counts * token % ALIGN).any() and bool((sizes == counts * token * (1 + self.level)).all())
+
+    def in_order(self, data: Tensor, out: Tensor) -> None:
+        """What `decode_unit` makes of layers, for several that follow each other at once, on any device.
+
+        Args:
+            data: `[N]` uint8, their segments, verified and plain (`is_plain`), as they follow each other.
+            out: `[layers, 2, H, T, D]` keys and values, to be filled.
+        """
+        layers, _, heads, tokens, dim = out.shape
+        group, states = self._group(tokens), data.view(out.dtype).view(layers, -1)
+        whole = tokens // group * group
+        cut = 2 * heads * whole * dim
+        groups = states[:, :cut].unflatten(1, (-1, 2, heads, group, dim)).permute(0, 2, 3, 1, 4, 5)
+        out[:, :, :, :whole].unflatten(3, (-1, group)).copy_(groups)
+        if whole < tokens:
+            out[:, :, :, whole:].copy_(states[:, cut:].unflatten(1, (2, heads, tokens - whole, dim)))
 
     def _group(self, tokens: int) -> int:
         group = GROUP if self.level else tokens

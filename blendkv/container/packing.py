@@ -170,9 +170,7 @@ def parse_head(data: bytes | memoryview, prelude: Prelude) -> Head:
         token_streams=tuple(TokenStream(_name(n), _dtype(d)) for n, d in f.TOKEN_STREAM.iter_unpack(streams)),
         key_id=key_id if authenticated else None,
     )
-    lengths, checks = (
-        tuple(x for (x,) in iter_unpack(form, index)) for form in (f"<I{entry - 4}x", f"<4x{entry - 4}s")
-    )
+    lengths, checks = zip(*iter_unpack(f"<I{entry - 4}s", index), strict=True)  # at least one: it holds a layer
     head = Head(header, lengths, checks)
     if any(length % f.ALIGN for length in head.lengths):
         raise _malformed(f"a segment's length is no multiple of {f.ALIGN}")

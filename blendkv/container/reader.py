@@ -88,10 +88,10 @@ class ContainerReader:
             return []
         start = self.starts[numbers.start]
         data = read_exactly(self._source, start, self.starts[numbers.stop] - start)
-        found = []
+        found, starts, checks, holds = [], self.starts, self._head.checks, self._seal.holds
         for number in numbers:
-            segment = data[self.starts[number] - start : self.starts[number + 1] - start]
-            if not same(self._seal.segment(number, segment), self._head.checks[number]):
+            segment = data[starts[number] - start : starts[number + 1] - start]
+            if not holds(number, segment, checks[number]):
                 raise ChunkFileError(
                     f"segment {number} of the chunk file is not what was written: {self._seal.advice}",
                     reason=self._seal.reason,

@@ -27,6 +27,10 @@ class Checksum:
         """The checksum of a segment, with its padding."""
         return xxhash.xxh3_64_intdigest(payload, number).to_bytes(self.size, "little")
 
+    def holds(self, number: int, payload: Any, check: bytes) -> bool:
+        """Whether a segment has that checksum."""
+        return xxhash.xxh3_64_intdigest(payload, number) == int.from_bytes(check, "little")
+
 
 class Tag:
     """Keyed BLAKE2b; the key is the secret's for one namespace.
@@ -52,6 +56,10 @@ class Tag:
         person = b"segment " + number.to_bytes(8, "little")
         return hashlib.blake2b(payload, key=self._key, person=person, digest_size=self.size).digest()
 
+    def holds(self, number: int, payload: Any, check: bytes) -> bool:
+        """Whether a segment has that tag."""
+        return same(self.segment(number, payload), check)
+
     def head(self, head: Any) -> bytes:
         """The tag of the head: everything before the tag but the prelude's check."""
         return hashlib.blake2b(head, key=self._key, person=b"head", digest_size=HEAD_TAG_BYTES).digest()
@@ -75,7 +83,7 @@ def head_check(head: Any) -> int:
 
 
 def same(a: bytes, b: Any) -> bool:
-    """Whether two tags or checksums are equal, in a time that does not tell where they differ."""
+    """Whether two tags are equal, in a time that does not tell where they differ."""
     return hmac.compare_digest(a, bytes(b))
 
 

@@ -229,6 +229,8 @@ class _Visit:
         """Files that a store has, verified as far as their heads say; gives those that are better read whole."""
         store, attempt = self._tiers.stores[tier], self._attempts[tier]
         assert attempt is not None
+        if at_once(store, self._homes):
+            return dict(places)
         most = None if getattr(store, "local", False) else self._budget
         opened = self._opened(tier, places, attempt)
         for key, item in opened.items():
@@ -288,8 +290,6 @@ class _Visit:
             local = getattr(store, "local", False)  # then nobody else sees to the budget
             stores = [store, *tiers.stores[tier + 1 :]]
             source = StoreSource(form.entry, size, stores, self._budget if local else None)
-        if at_once(store, self._homes):
-            return None
         try:
             file = tiers.opener.checked_head(form.entry, source, None if form.main else form.codec)
         except ChunkFileError as error:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from blendkv.chunk import ChunkCache
 from blendkv.chunkfile import encode_chunk
-from blendkv.codecs import Codec, Profile
+from blendkv.codecs import Codec, Profile, get_codec
 
 
 @dataclass
@@ -28,8 +28,12 @@ class CodingStats:
 class Coding:
     """One codec, the secret that seals, and counters. Safe to share among threads.
 
+    Attributes:
+        writes: what encodes.
+        codec: the same, or None where that is `raw`, which needs nothing to be read.
+
     Args:
-        codec: encodes; None, or one called "raw", loses nothing.
+        codec: encodes; None for `raw`.
         stats: where to count.
         secret: seals files (`encode_chunk`).
         key_id: of the secret.
@@ -38,7 +42,8 @@ class Coding:
     def __init__(
         self, codec: Codec | None, stats: CodingStats, secret: bytes | None = None, key_id: bytes = b""
     ) -> None:
-        self.codec = None if codec is None or codec.name == "raw" else codec
+        self.writes = get_codec("raw") if codec is None else codec
+        self.codec = None if self.writes.name == "raw" else codec
         self._stats, self._secret, self._key_id = stats, secret, key_id
         self._lock = threading.Lock()
 
@@ -52,7 +57,7 @@ class Coding:
         profile = getattr(self.codec, "profile", None)
         made_of = profile.about.get("fingerprint") if isinstance(profile, Profile) else None
         try:
-            data = encode_chunk(chunk, self.codec or "raw", secret=self._secret, key_id=self._key_id)
+            data = encode_chunk(chunk, self.writes, secret=self._secret, key_id=self._key_id)
         except ValueError as error:
             data, refusal = None, str(error)
         with self._lock:

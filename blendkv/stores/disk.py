@@ -117,6 +117,23 @@ class DiskStore:
         """As `get`, but it is no use of the entry, and a file that is shorter or longer than it says is read too."""
         return self._read(self._open(key, use=False), start, stop)
 
+    def read_into(self, key: str, start: int, memory: memoryview) -> bool:
+        """Fills memory with bytes of an entry from `start` on, as `get` gives them; False if it could not be filled."""
+        source = self._open(key)
+        if source is None:
+            return False
+        try:
+            if (filled := source.read_into(start, memory)) != len(memory):
+                self._missed("length")
+        except OSError as error:
+            self._missed(fault_of(error) or "io")
+            return False
+        finally:
+            source.close()
+        if filled == len(memory):
+            self.stats.count("hits")
+        return filled == len(memory)
+
     def _read(self, source: DiskSource | None, start: int, stop: int | None) -> bytes | None:
         if source is None:
             return None

@@ -153,6 +153,13 @@ class DiskSource:
         """Bytes `[start, start + length)`, or fewer at the end."""
         return read_range(self._fd, start, min(start + length, self.size))
 
+    def read_into(self, start: int, memory: memoryview) -> int:
+        """Bytes from `start` on, into memory: how many there were for it."""
+        filled = 0
+        while filled < len(memory) and (got := os.preadv(self._fd, [memory[filled:]], start + filled)):
+            filled += got
+        return filled
+
     def read_at_once(self, start: int, length: int) -> bytearray | None:
         """Those bytes if the system has all of them in memory, and None if a disk must be waited for, or who knows."""
         if _AT_ONCE is None or start + length > self.size:

@@ -56,12 +56,11 @@ class Filing:
         self, main: Coding, levels: Sequence[int | Codec] = (), secret: bytes | None = None, key_id: bytes = b""
     ) -> None:
         self._main = main
-        raw = get_codec("raw") if main.codec is None else main.codec
-        self._codec = raw
-        found = [_level(raw, each) for each in levels]
+        self._codec = main.writes
+        found = [_level(main.writes, each) for each in levels]
         if len({level_key("", codec) for codec in found}) < len(found):
             raise ValueError(f"levels {', '.join(map(name_of, found))}: name each once")
-        own = level_key("", raw)
+        own = level_key("", main.writes)
         self.codecs = tuple(codec for codec in found if level_key("", codec) != own)
         self.stats = CodingStats()
         self._others = [(codec, Coding(codec, self.stats, secret, key_id)) for codec in self.codecs]

@@ -38,19 +38,21 @@ class Opener:
         self._codec, self._secret, self._profiles, self._levels = codec, secret, profiles, tuple(levels)
         self._secrets = None if secret is None else {key_id: secret}
 
-    def checked(self, key: str, data: bytes, device: torch.device, codec: Codec | None = None) -> ChunkFile:
+    def checked(self, key: str, data: bytes | Tensor, device: torch.device, codec: Codec | None = None) -> ChunkFile:
         """The file under a key, if it is what the key says.
 
         Args:
             key: that was asked for: of a chunk, or of one of its levels.
-            data: what a store gave for it.
+            data: what a store gave for it; a uint8 tensor is used as it is.
             device: where it will be decoded; kernels compare no checksums, so that is done here.
             codec: that should have written it; None: that of most files.
 
         Raises:
             ChunkFileError: for whatever is wrong with it, with its `reason`; "key" if it is something else's.
         """
-        content = data if device.type == "cpu" else torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+        content = data
+        if device.type != "cpu" and not isinstance(data, Tensor):
+            content = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
         file = self._keyed(key, self.open(content, codec))
         if by_kernels(file, device):
             file.verify()

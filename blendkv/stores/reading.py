@@ -5,16 +5,20 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from blendkv.chunk import ChunkCache
 from blendkv.chunkfile import ChunkFile
 from blendkv.codecs import Codec
 from blendkv.container import Header
 from blendkv.errors import ChunkFileError
+from blendkv.landing import Landing
 from blendkv.levelkeys import name_in
 from blendkv.stores.base import Store
 from blendkv.stores.coding import CodingStats
@@ -25,6 +29,8 @@ from blendkv.stores.writing import Writer
 
 _NOT_DAMAGED = frozenset({"codec", "profile", "version", "layer0"})
 """Reasons for which a file cannot be read here that say nothing against it."""
+LANDING_THREADS = 8
+"""That read files for a GPU."""
 _LACKING = "; give what they were coded with, codec=get_codec(..., profile=...) or TieredStore(profiles=...)"
 
 
@@ -74,6 +80,12 @@ class TieredStats(CodingStats):
                 f"{forged} of them the secret did not seal: somebody else writes there, or the secret is another"
             )
         return said
+
+
+def lands(store: Store, homes: Sequence[torch.device]) -> bool:
+    """Whether files of a store are best read into memory of ours (`Reader.land`): on this machine, for one GPU."""
+    local = bool(getattr(store, "local", False)) and hasattr(store, "read_into")
+    return local and len(set(homes)) == 1 and homes[0].type == "cuda"
 
 
 class Reader:
@@ -130,15 +142,64 @@ class Reader:
                     files[entry] = file
             except ChunkFileError as error:
                 wrong[entry] = error.bare()
+        for entry, error in wrong.items():
+            self.discard(store, entry, error)
+        return self._decoded(store, files, homes)
+
+    def _decoded(
+        self, store: Store, files: Mapping[str, ChunkFile], homes: tuple[torch.device, ...]
+    ) -> dict[str, tuple[ChunkCache, str]]:
+        """Chunks of files whose heads are what they should be; those that are damaged are taken out of the store."""
         chunks: dict[str, tuple[ChunkCache, str]] = {}
         for entry, chunk in zip(files, decode_at(list(files.values()), homes) if files else (), strict=True):
             if isinstance(chunk, ChunkFileError):
-                wrong[entry] = chunk
+                self.discard(store, entry, chunk)
             else:
                 chunks[entry] = chunk, name_in(files[entry].header)
-        for entry, error in wrong.items():
-            self.discard(store, entry, error)
         return chunks
+
+    def land(
+        self,
+        writer: Writer,
+        entries: Sequence[str],
+        homes: tuple[torch.device, ...],
+        codec: Codec | None = None,
+        accepts: Callable[[Header], bool] | None = None,
+    ) -> dict[str, tuple[ChunkCache, str]]:
+        """As `read` and `decode` together, for a store that reads into memory and layers on one device.
+
+        Files are read, verified and copied to the device by several threads, each on its own, so that Python is asked
+        few times for a file, however many layers it has.
+        """
+        landing, store = Landing(homes[0]), writer.store
+        into: Any = getattr(store, "read_into", None)
+
+        def one(entry: str) -> ChunkFile | tuple[ChunkCache, str] | ChunkFileError | None:
+            try:
+                data: bytes | Tensor | None = writer.get(entry)
+                if data is None and (size := store.size(entry)) is not None:
+                    room = landing.room(size)
+                    data = room if into(entry, 0, memoryview(room.numpy())) else None
+                if data is None:
+                    return None
+                file = self._opener.checked(entry, data, homes[0], codec)
+                if accepts is not None and not accepts(file.header):
+                    return None
+                chunk = landing.land(file)
+                return file if chunk is None else (chunk, name_in(file.header))
+            except ChunkFileError as error:
+                return error.bare()
+
+        with ThreadPoolExecutor(min(LANDING_THREADS, len(entries)), "blendkv-landing") as threads:
+            landed = dict(zip(entries, threads.map(one, entries), strict=True))
+        landing.wait()
+        for entry, found in landed.items():
+            if isinstance(found, ChunkFileError):
+                self.discard(store, entry, found)
+        files = {entry: found for entry, found in landed.items() if isinstance(found, ChunkFile)}
+        return {entry: found for entry, found in landed.items() if isinstance(found, tuple)} | self._decoded(
+            store, files, homes
+        )
 
     def discard(self, store: Store, entry: str, error: ChunkFileError) -> None:
         """Takes a wrong entry out of use, and counts it; what only cannot be read here stays."""

@@ -21,7 +21,7 @@ from blendkv.stores.deadline import Budget
 from blendkv.stores.filing import Filing, Form
 from blendkv.stores.opening import Opener
 from blendkv.stores.pool import Fetched, Pool, decode_at
-from blendkv.stores.reading import Reader, TieredStats
+from blendkv.stores.reading import Reader, TieredStats, lands
 from blendkv.stores.writing import DEFAULT_QUEUE_BYTES, EXIT_SECONDS, Writer
 
 __all__ = ["TieredStats", "TieredStore"]
@@ -171,18 +171,25 @@ class TieredStore:
         Returns:
             Those that it has and that are what their keys say, by key of the chunk.
         """
-        store, found = self.stores[level], {}
-        data = self._reader.read(self._writers[level], [form.entry for form in wanted.values()], budget)
-        codecs = {form.entry: None if form.main else form.codec for form in wanted.values()}
+        store, writer, found = self.stores[level], self._writers[level], {}
+        homes = tuple(homes) or (torch.device("cpu"),)
+        by_codec: dict[Codec | None, list[str]] = {}
+        for form in wanted.values():
+            by_codec.setdefault(None if form.main else form.codec, []).append(form.entry)
+        to_card = lands(store, homes) and not level and self.pool.codec is None  # else somebody wants the bytes
+        data = {} if to_card else self._reader.read(writer, [form.entry for form in wanted.values()], budget)
         chunks: dict[str, tuple[ChunkCache, str]] = {}
-        for codec in dict.fromkeys(codecs.values()):
-            those = {entry: data[entry] for entry, own in codecs.items() if own is codec and entry in data}
-            chunks |= self._reader.decode(store, those, tuple(homes) or (torch.device("cpu"),), codec, accepts)
+        for codec, entries in by_codec.items():
+            if to_card:
+                chunks |= self._reader.land(writer, entries, homes, codec, accepts)
+            else:
+                those = {entry: data[entry] for entry in entries if entry in data}
+                chunks |= self._reader.decode(store, those, homes, codec, accepts)
         for key, form in wanted.items():
             if form.entry in chunks:
                 chunk, name = chunks[form.entry]
                 found[key] = Fetched(chunk, store.url, form.unless(name))
-                self.keep(level, form.entry, chunk, data[form.entry])
+                self.keep(level, form.entry, chunk, data.get(form.entry))
         return found
 
     def waiting(self, level: int, key: str) -> bytes | None:
@@ -276,7 +283,7 @@ class TieredStore:
             self.pool,
             *self.stores,
             *stores,
-            codec=self.codec or "raw",
+            codec=self._coding.writes,
             levels=self.levels,
             write=self.write,
             secret=self.secret,

@@ -1,0 +1,69 @@
+"""Raw chunk files to a GPU: through page-locked memory, by one copy each, while others are still being read."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blendkv.chunk import ChunkCache
+from blendkv.chunkfile import ChunkFile
+from blendkv.codecs import DTYPES
+from blendkv.codecs.raw import Raw
+from blendkv.expanding import chunk_in
+
+_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
+
+
+class Landing:
+    """The way of some files to a device; on CUDA on a stream beside the current one. Safe to share among threads.
+
+    Args:
+        device: where they go. On the CPU the same is done without streams.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._cuda = device, device.type == "cuda"
+        if self._cuda:
+            self._stream = torch.cuda.current_stream(device)
+            if device not in _STREAMS:
+                _STREAMS[device] = torch.cuda.Stream(device)
+            self._beside = _STREAMS[device]
+            self._beside.wait_stream(self._stream)  # until then others may own the memory that chunks are put into
+
+    def room(self, nbytes: int) -> Tensor:
+        """`[nbytes]` uint8 for a file: page-locked, and not used anew before copies from it are over."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._cuda)
+
+    def land(self, file: ChunkFile) -> ChunkCache | None:
+        """A chunk whose keys and values are on their way.
+
+        Args:
+            file: open for a tensor that `room` gave.
+
+        Returns:
+            None for what is not raw, or has layers that are not alike: that is for `decode_chunks`.
+
+        Raises:
+            ChunkFileError: if a segment is not what was written.
+        """
+        header, codec, dtype = file.header, file.codec, DTYPES[file.header.dtype]
+        if file.tensor is None or type(codec) is not Raw or not header.layer0:
+            return None
+        if not codec.is_plain(file.sizes[0], header.layers, header.tokens, dtype):
+            return None
+        file.verify()
+        data, shape = file.tensor[int(file.starts[len(header.token_streams)]) :], header.layers[0]
+        sizes = (len(header.layers), 2, shape.heads, header.tokens, shape.key_dim)
+        if not self._cuda:
+            codec.in_order(data, out := torch.empty(sizes, dtype=dtype))
+            return chunk_in(file, out.flatten())
+        with torch.cuda.stream(self._stream):
+            out = torch.empty(sizes, dtype=dtype, device=self.device)
+        with torch.cuda.stream(self._beside):
+            codec.in_order(data.to(self.device, non_blocking=True), out)
+        return chunk_in(file, out.flatten())
+
+    def wait(self) -> None:
+        """What the stream is given from here on, on which this began, comes after all that has landed."""
+        if self._cuda:
+            self._stream.wait_stream(self._beside)
