@@ -16,7 +16,6 @@ from blendkv._options import (
     figure,
     load,
     named_selector,
-    one_of,
     read_lengths,
     read_names,
     read_ratios,
@@ -45,7 +44,9 @@ def ttft(
     full_repeats: Annotated[int | None, typer.Option(min=1, help="Of full recompute, if not as many.")] = None,
     runs: Annotated[int, typer.Option(min=1, help="How often all of it is measured.")] = 1,
     batch: Annotated[int, typer.Option(min=1, help="Prompts answered at once; they share the chunks.")] = 1,
-    pool: Annotated[str, typer.Option(help="Where chunks lie: cuda, cpu, pinned; auto: where computed.")] = "auto",
+    pool: Annotated[
+        str, typer.Option(help="Where chunks lie: cuda, cpu, pinned, disk; auto: where computed; several in turns.")
+    ] = "auto",
     decode_tokens: Annotated[int, typer.Option(min=0, help="Tokens decoded after the first; 0 for none.")] = 64,
     dtype: Dtype = "float32",
     device: Device = "cpu",
@@ -64,7 +65,7 @@ def ttft(
         from blendkv.bench.ttft import ttft_rows
 
         names = read_names("--methods", methods, METHODS)
-        one_of("--pool", pool, POOLS)
+        pools = read_names("--pool", pool, POOLS)
         chosen = [named_selector(name) for name in dict.fromkeys(selector.split(","))]
         require_room(out)
         loaded = load(model, dtype, device)[0] if model is not None else shaped_model(str(shape), dtype, device)
@@ -80,7 +81,7 @@ def ttft(
             full_repeats=full_repeats,
             runs=runs,
             batch=batch,
-            pool=pool,
+            pool=pools,
             decode_tokens=decode_tokens,
             shape=shape or model,
             on_row=(lambda row: write_rows(out, [row])) if out is not None else (lambda row: None),
@@ -96,13 +97,28 @@ def ttft(
 
 def _print_ttft(rows: list[dict[str, Any]]) -> None:
     print_table(
-        ["method", "ratio", "tokens", "TTFT", "speed-up", "FLOP limit", "of limit", "charged", "peak", "decode"],
+        [
+            "method",
+            "ratio",
+            "tokens",
+            "chunks in",
+            "TTFT",
+            "of first",
+            "speed-up",
+            "FLOP limit",
+            "of limit",
+            "charged",
+            "peak",
+            "decode",
+        ],
         [
             [
                 row["method"] if row["selector"] is None else f"{row['method']} {row['selector']}",
                 figure(row["ratio"], "g"),
                 figure(row["tokens"], ","),
+                row["pool"],
                 figure(row["ttft_s"], ".4f", " s"),
+                figure(row.get("of_first"), ".2f"),
                 figure(row["speedup"], ".2f", "x"),
                 figure(row["flop_limit"], ".2f", "x"),
                 figure(row["achieved_of_limit"], ".0%"),
@@ -113,7 +129,7 @@ def _print_ttft(rows: list[dict[str, Any]]) -> None:
             for row in rows
         ],
         f"{rows[0]['shape']}, {rows[0]['dtype']}, {rows[0]['question_tokens']} question tokens, batch "
-        f"{rows[0]['batch']}, chunks in {rows[0]['pool']} memory, on {rows[0]['device']}",
+        f"{rows[0]['batch']}, on {rows[0]['device']}",
     )
 
 

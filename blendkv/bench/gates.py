@@ -49,6 +49,27 @@ def require_exact(case: Case, selectors: Iterable[Selector] = (HKVD(),)) -> floa
     return max(errors)
 
 
+def require_same(case: Case, other: Case, blends: Iterable[Blend]) -> float:
+    """Chunks that lie elsewhere, or come while layers are computed, make each blend say what those of a case do.
+
+    Returns:
+        The worst error, as of `require_exact`.
+
+    Raises:
+        BlendError: with the figure.
+    """
+    bound, errors = bound_of(BLEND_BOUND, case.chunks[0].dtype), [0.0]
+    for blend in blends:
+        mine, theirs = (blend.prepare(each)(1, output_logits=True).logits for each in (case, other))
+        errors.append(rms_ratio(theirs, mine))
+        if not errors[-1] <= bound:
+            raise BlendError(
+                f"blends of chunks that lie elsewhere say something else ({case.tokens} tokens, {blend.selector.name}: "
+                f"logits off by {errors[-1]:.3g}, at most {bound:.3g} allowed): no time is reported"
+            )
+    return max(errors)
+
+
 @torch.no_grad()
 def require_exact_states(case: Case, seed: int = 0) -> float:
     """Exact keys and values stay exact through a blend that computes `NARROWED` of the rows, chosen at random.

@@ -22,8 +22,8 @@ import torch
 from blendkv.divergence import kl_divergence
 
 __all__ = [
-    "Interval", "PeakMemory", "exact_match", "kl_divergence", "median", "normalize_answer", "paired_bootstrap",
-    "time_to_first_token", "token_f1",
+    "Interval", "PeakMemory", "exact_match", "in_turns", "kl_divergence", "median", "normalize_answer",
+    "paired_bootstrap", "time_to_first_token", "token_f1",
 ]  # fmt: skip
 
 STATM = Path("/proc/self/statm")
@@ -88,9 +88,18 @@ def time_to_first_token(
     Returns:
         `repeats` durations in seconds, in order.
     """
-    for _ in range(warmup):
-        call()
-    return [_timed(call, torch.device(device)) for _ in range(repeats)]
+    return in_turns([call], device, repeats, warmup)[0]
+
+
+def in_turns(
+    calls: Sequence[Callable[[], object]], device: torch.device | str = "cpu", repeats: int = 3, warmup: int = 1
+) -> list[list[float]]:
+    """`time_to_first_token` of several calls that take turns, so that what slows the machine down slows all of them."""
+    for call in calls:
+        for _ in range(warmup):
+            call()
+    turns = [[_timed(call, torch.device(device)) for call in calls] for _ in range(repeats)]
+    return [list(seconds) for seconds in zip(*turns, strict=True)]
 
 
 class PeakMemory:

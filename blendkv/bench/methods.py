@@ -35,12 +35,14 @@ class Case:
         chunks: the prompt's pieces in order, each computed alone; the first stands at position 0 and is exact there.
         question: ids after them, never stored.
         batch: how many times the prompt is answered at once.
+        read: gives the chunks to each blend anew, as from a store (`OnDisk`); None: they are at hand.
     """
 
     model: PreTrainedModel
     chunks: tuple[ChunkCache, ...]
     question: tuple[int, ...]
     batch: int = 1
+    read: Callable[..., Sequence[ChunkCache]] | None = None
 
     @classmethod
     def of(
@@ -234,7 +236,10 @@ class Blend(CacheMethod):
 
     def cache_maker(self, case: Case) -> Callable[[], Cache | None]:
         """The pieces are stored already."""
-        return lambda: BlendedCache(case.chunks, self.kept, self.selector, self.check_layers, corrector=self.corrector)
+        options: dict[str, Any] = {"recompute_ratio": self.kept, "selector": self.selector}
+        options |= {"check_layers": self.check_layers, "corrector": self.corrector}
+        ids, read = case.ids[0], case.read
+        return lambda: BlendedCache(case.chunks if read is None else read(ids, **options), **options)
 
     @property
     def kept(self) -> float:

@@ -8,11 +8,12 @@ import torch
 from transformers import PreTrainedModel
 
 from blendkv.bench.methods import Case
+from blendkv.bench.ondisk import OnDisk
 from blendkv.chunk import ChunkCache
 from blendkv.prefilling import BATCH_TOKENS, prefill
 
-POOLS = ("auto", "cuda", "cpu", "pinned")
-"""Where chunks are kept: where they were computed (auto), GPU memory, pageable or pinned host memory."""
+POOLS = ("auto", "cuda", "cpu", "pinned", "disk")
+"""Where chunks are kept: where they were computed (auto), GPU memory, pageable or pinned host memory, files."""
 
 
 def random_case(
@@ -46,7 +47,8 @@ def random_case(
     chunks = [
         kept_in(chunk, pool) for group in _groups(pieces) for chunk in prefill(model, group, progress=progress)
     ]  # moved group by group, so that the device never holds all of what is to lie elsewhere
-    return Case(model, tuple(chunks), tuple(ids[tokens:]), batch)
+    read = OnDisk(model, chunks) if pool == "disk" else None
+    return Case(model, tuple(chunks), tuple(ids[tokens:]), batch, read)
 
 
 def check_pool(pool: str, device: torch.device) -> None:
@@ -67,11 +69,13 @@ def kept_in(chunk: ChunkCache, pool: str) -> ChunkCache:
     """A chunk moved to a pool."""
     if pool in ("auto", "cuda"):
         return chunk
-    return chunk.to("cpu") if pool == "cpu" else chunk.pin_memory()
+    return chunk.pin_memory() if pool == "pinned" else chunk.to("cpu")
 
 
 def pool_name(case: Case) -> str:
-    """Where the chunks of a case are: cuda, cpu or pinned."""
+    """Where the chunks of a case are: cuda, cpu, pinned or disk."""
+    if case.read is not None:
+        return "disk"
     keys = case.chunks[0].keys[0]
     return "pinned" if keys.device.type == "cpu" and keys.is_pinned() else keys.device.type
 

@@ -32,8 +32,10 @@ def markdown(rows: Iterable[Row]) -> str:
             others = store_table if kind(setting[0]) in store_table.KINDS else codec_table
             tables.append(others.markdown(setting))
             continue
-        lines = [_line(list(runs)) for _, runs in groupby(_by_method(setting), key=_method_key)]
-        head = ["| " + " | ".join(COLUMNS) + " |", "|---|---|" + "---:|" * (len(COLUMNS) - 2)]
+        beside = next((row["first_pool"] for row in setting if "of_first" in row), None)
+        columns = [*COLUMNS, f"of the time from {beside}"] if beside else COLUMNS
+        lines = [_line(list(runs), bool(beside)) for _, runs in groupby(_by_method(setting), key=_method_key)]
+        head = ["| " + " | ".join(columns) + " |", "|---|---|" + "---:|" * (len(columns) - 2)]
         tables.append("\n".join([caption(setting), "", *head, *lines]))
     return "\n\n".join(tables) + "\n"
 
@@ -42,7 +44,8 @@ def caption(rows: list[Row]) -> str:
     """What the rows of a table share."""
     row = rows[0]
     parts = [row["device"], f"{row.get('shape')} in {row.get('dtype')}"]
-    parts.append(f"chunks of {row.get('chunk_tokens')} tokens in {row.get('pool')} memory")
+    where = "files, read in every call" if row.get("pool") == "disk" else f"{row.get('pool')} memory"
+    parts.append(f"chunks of {row.get('chunk_tokens')} tokens in {where}")
     parts.append(f"{row.get('question_tokens')} question tokens")
     if row.get("batch", 1) != 1:
         parts.append(f"batch of {row['batch']}")
@@ -91,7 +94,7 @@ def _method_key(row: Row) -> tuple:
     return tuple(row.get(field) for field in METHOD)
 
 
-def _line(runs: list[Row]) -> str:
+def _line(runs: list[Row], beside: bool) -> str:
     row = runs[0]
     cells = [
         f"{row['tokens']:,}",
@@ -105,6 +108,7 @@ def _line(runs: list[Row]) -> str:
         _each(runs, "decode_ratio", "{:.2f}x".format),
         _each(runs[:1], "peak_bytes", lambda value: f"{value / 2**20:,.0f} MiB"),
     ]
+    cells += [_each(runs, "of_first", "{:.2f}x".format)] if beside else []
     return "| " + " | ".join(cells) + " |"
 
 

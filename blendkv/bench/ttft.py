@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from blendkv import flops
 from blendkv.attaching import attachment_of
 from blendkv.bench.decode import decode_rate
-from blendkv.bench.gates import require_exact, require_exact_states
-from blendkv.bench.measure import PeakMemory, median, time_to_first_token
+from blendkv.bench.gates import require_exact, require_exact_states, require_same
+from blendkv.bench.measure import PeakMemory, in_turns, median, time_to_first_token
 from blendkv.bench.memory import RESERVE, Peak, expected_peak
 from blendkv.bench.methods import METHODS, Answerer, Blend, Case, Full, Method, make_methods
 from blendkv.bench.prompts import check_pool, pool_name, random_case
@@ -40,7 +40,7 @@ def ttft_rows(
     full_repeats: int | None = None,
     runs: int = 1,
     batch: int = 1,
-    pool: str = "auto",
+    pool: str | Sequence[str] = "auto",
     decode_tokens: int = 64,
     seed: int = 0,
     shape: str | None = None,
@@ -52,7 +52,7 @@ def ttft_rows(
     First, for every length, a blend must be right (`gates`). Then chunks are computed before the clock starts; a timed
     call makes its own cache from them and ends when `generate` has returned the first token. Each method is timed warm:
     an untimed call, then its repeats one after another (a system that reclaims idle memory would otherwise charge a
-    quick method for the slow one before it).
+    quick method for the slow one before it), those from several pools in turns.
 
     Args:
         model: a transformers decoder, on its device; no tokenizer is needed.
@@ -66,7 +66,8 @@ def ttft_rows(
         full_repeats: timed calls of full recompute, if not as many.
         runs: how often all of it is measured, so that two runs stand beside each other.
         batch: prompts answered at once; they share the chunks.
-        pool: where the chunks lie (`prompts.POOLS`).
+        pool: where the chunks lie (`prompts.POOLS`). With several, rows of blends say how long they take in times of
+            the first one's (`of_first`).
         decode_tokens: tokens decoded after the first, for "full" and "blend"; 0 leaves decoding out.
         seed: of the ids.
         shape: what to call the model in the rows.
@@ -74,7 +75,8 @@ def ttft_rows(
         progress: whether to say on stderr what was measured.
 
     Returns:
-        One row a run, length, method, selector and ratio, in the order measured.
+        One row a run, length, method, selector, ratio and pool, in the order measured; methods that blend nothing have
+        one of the first pool.
 
     Raises:
         BlendError: a blend is not what it must be, so that no time would mean anything.
@@ -87,19 +89,24 @@ def ttft_rows(
     if decode_tokens < 0:
         raise ValueError("decode_tokens must be at least 0")
     wanted = make_methods(methods, ratios, selectors)
-    check_pool(pool, next(model.parameters()).device)
+    pools = [pool] if isinstance(pool, str) else list(dict.fromkeys(pool))
+    if not pools:
+        raise ValueError("pool is empty: name at least one")
+    for each in pools:
+        check_pool(each, next(model.parameters()).device)
     bench = _Bench(wanted, repeats, full_repeats, decode_tokens, shape or model.config.model_type, progress)
 
-    def case_of(length: int) -> Case:
+    def case_of(length: int, pool: str = pools[0]) -> Case:
         return random_case(model, length, chunk_tokens, question_tokens, seed, batch=batch, pool=pool)
 
     for length in lengths:
         bench.check(case_of(length))
     bench.check_states(case_of(_states_length(lengths)))
+    bench.check_pools([case_of(min(lengths), each) for each in pools])
     rows = []
     for run in range(runs):
         for length in lengths:
-            for row in bench.measure(case_of(length)):
+            for row in bench.measure([case_of(length, each) for each in pools]):
                 rows.append(row | {"chunk_tokens": chunk_tokens, "run": run})
                 on_row(rows[-1])
     return rows
@@ -150,8 +157,17 @@ class _Bench:
         error = require_exact_states(case)
         self.say(f"{case.tokens:,} tokens: exact keys and values stay exact (off by {error:.2g})")
 
-    def measure(self, case: Case) -> Iterator[Row]:
-        """Rows of the methods wanted, each as soon as it is complete."""
+    def check_pools(self, cases: Sequence[Case]) -> None:
+        """The gate of chunks that lie elsewhere than the first case's."""
+        blends = [method for method in self.wanted if isinstance(method, Blend)]
+        for other in cases[1:]:
+            error = require_same(cases[0], other, blends)
+            names = f"{pool_name(other)} says what {pool_name(cases[0])} says"
+            self.say(f"{other.tokens:,} tokens: {names} (off by {error:.2g})")
+
+    def measure(self, cases: Sequence[Case]) -> Iterator[Row]:
+        """Rows of the methods wanted, each as soon as it is complete; of one prompt with its chunks here and there."""
+        case = cases[0]
         full = next((method for method in self.wanted if isinstance(method, Full)), None) or Full()
         methods = self.wanted if full in self.wanted else [full, *self.wanted]
         methods = sorted(methods, key=lambda method: method is not full)  # what others are compared with comes first
@@ -160,18 +176,24 @@ class _Bench:
         self._decode(case, methods, runs, measured)
         device = next(case.model.parameters()).device
         one_token_s = one_token_seconds(case, self.repeats)
-        baseline = measured[id(full)]
         for method in methods:
-            run, mine = runs[id(method)], measured[id(method)]
+            others = cases[1:] if isinstance(method, Blend) else ()
+            these = [runs[id(method)], *(method.prepare(other) for other in others)]
             repeats = self.full_repeats if method is full else self.repeats
-            mine.seconds = time_to_first_token(_first(run), device, repeats=repeats, warmup=_warm(method))
-            with PeakMemory(device) as peak:
-                answer = run(1)
-            if method not in self.wanted:
-                continue
-            row = self._row(case, method, mine, baseline, answer.report)
-            yield row | _against_floor(row, one_token_s) | {"peak_bytes": peak.bytes} | _expected(case, method)
-            self.say(_line(row))
+            times = in_turns([_first(run) for run in these], device, repeats, _warm(method))
+            for where, run, seconds in zip([case, *others], these, times, strict=True):
+                mine = replace(measured[id(method)], seconds=seconds)
+                with PeakMemory(device) as peak:
+                    answer = run(1)
+                if run is these[0]:
+                    measured[id(method)] = mine
+                if method not in self.wanted:
+                    continue
+                row = self._row(where, method, mine, measured[id(full)], answer.report)
+                beside = {"first_pool": pool_name(case), "of_first": row["ttft_s"] / median(times[0])} if others else {}
+                row |= _against_floor(row, one_token_s) | {"peak_bytes": peak.bytes} | _expected(where, method) | beside
+                yield row
+                self.say(_line(row))
 
     def _decode(self, case: Case, methods: list[Method], runs: dict[int, Answerer], measured: dict) -> None:
         """Decoding rates, the methods taking turns."""
@@ -268,7 +290,8 @@ def _peak(case: Case, method: Method) -> Peak | None:
 def _line(row: Row) -> str:
     name = " ".join(str(part) for part in (row["method"], row["selector"], row["ratio"]) if part is not None)
     limit = f" of {row['flop_limit']:.2f}x" if row["flop_limit"] else ""
-    return f"{row['tokens']:,} tokens: {name}: {row['ttft_s']:.4f} s, {row['speedup']:.2f}x{limit}"
+    where = f", {row['pool']}: {row['of_first']:.2f} of {row['first_pool']}" if "of_first" in row else ""
+    return f"{row['tokens']:,} tokens: {name}: {row['ttft_s']:.4f} s, {row['speedup']:.2f}x{limit}{where}"
 
 
 def _first(run: Answerer) -> Callable[[], object]:

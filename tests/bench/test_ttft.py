@@ -1,17 +1,22 @@
 """The methods behind one interface, and the rows of `bench ttft`."""
 
+import shutil
+from dataclasses import replace
+
 import pytest
 import torch
 
 from blendkv import flops
 from blendkv.bench.decode import TokenClock, decode_rate
-from blendkv.bench.gates import require_exact, require_exact_states
+from blendkv.bench.gates import require_exact, require_exact_states, require_same
 from blendkv.bench.methods import METHODS, Blend, Case, Full, Prefix, Reuse, make_methods
 from blendkv.bench.prompts import pool_name, random_case
 from blendkv.bench.results import device_name, identity
+from blendkv.bench.table import markdown
 from blendkv.bench.ttft import _states_length, ttft_rows
 from blendkv.errors import BlendError
 from blendkv.rope import Rotation
+from blendkv.selectors import get_selector
 
 FIELDS = {
     "device", "shape", "dtype", "method", "selector", "ratio", "tokens", "question_tokens", "chunk_tokens", "batch",
@@ -180,11 +185,53 @@ def test_the_length_at_which_exact_states_are_blended(lengths, gate):
 
 
 def test_chunks_lie_where_they_are_wanted(attached):
-    assert pool_name(random_case(attached("llama"), 64, 32, 8, pool="cpu")) == "cpu"
-    for wrong, why in {"cuda": "the model is on cpu", "pinned": "needs CUDA", "disk": "unknown pool"}.items():
+    for pool in ("cpu", "disk"):
+        assert pool_name(random_case(attached("llama"), 64, 32, 8, pool=pool)) == pool
+    for wrong, why in {"cuda": "the model is on cpu", "pinned": "needs CUDA", "tape": "unknown pool"}.items():
         if wrong != "pinned" or not torch.cuda.is_available():
             with pytest.raises(ValueError, match=why):
                 random_case(attached("llama"), 64, 32, 8, pool=wrong)
+
+
+def test_chunks_on_a_disk_are_read_by_every_call_and_say_the_same(attached):
+    case, there = (random_case(attached("llama"), 128, 32, 8, pool=pool) for pool in ("cpu", "disk"))
+    blends = [Blend(0.3), Blend(0.15, get_selector("boundary")), Reuse()]
+    assert require_same(case, there, blends) < 1e-5
+    shutil.rmtree(there.read.folder)
+    with pytest.raises(RuntimeError, match="are gone"):
+        blends[0].prepare(there)(1)
+
+
+def test_chunks_that_say_something_else_stop_the_benchmark(attached):
+    case, other = (random_case(attached("llama"), 128, 32, 8, seed=seed) for seed in (0, 1))
+    wrong = replace(case, chunks=tuple(replace(a, keys=b.keys) for a, b in zip(case.chunks, other.chunks, strict=True)))
+    with pytest.raises(BlendError, match="say something else"):
+        require_same(case, wrong, [Blend(0.1)])
+
+
+def test_several_pools_take_turns(attached):
+    rows = ttft_rows(
+        attached("llama"),
+        tokens=64,
+        chunk_tokens=32,
+        question_tokens=8,
+        repeats=2,
+        pool=["cpu", "disk"],
+        decode_tokens=2,
+    )
+    assert [(row["method"], row["pool"]) for row in rows] == [
+        ("full", "cpu"), ("prefix", "cpu"), ("reuse", "cpu"), ("reuse", "disk"), ("blend", "cpu"), ("blend", "disk"),
+    ]  # fmt: skip
+    assert "of_first" not in rows[0]
+    for first, second in (rows[2:4], rows[4:6]):
+        assert (first["of_first"], first["first_pool"]) == (1, "cpu")
+        assert second["of_first"] == second["ttft_s"] / first["ttft_s"]
+        assert second["full_ttft_s"] == rows[0]["ttft_s"]
+    table = markdown(rows)
+    assert table.count("of the time from cpu") == 2
+    assert "files, read in every call" in table
+    with pytest.raises(ValueError, match="at least one"):
+        ttft_rows(attached("llama"), pool=[])
 
 
 @pytest.mark.parametrize(
