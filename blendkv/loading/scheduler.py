@@ -1,4 +1,4 @@
-"""Transfers of all requests of a process share a few slots, and take turns.
+"""Transfers of all requests of a process from one source share a few slots, and take turns.
 
 A transfer that shares a link with a hundred others is late, and so are the hundred. With a bounded number of slots each
 one is quick, and what matters is who is next (`blendkv.loading.queues`): a request that needs two pieces must not wait
@@ -275,23 +275,29 @@ class Lane:
             self._futures.discard(future)
 
 
-_SHARED: TransferScheduler | None = None
+_SHARED: dict[str, TransferScheduler] = {}
 _SHARED_LOCK = threading.Lock()
 
 
-def shared_scheduler() -> TransferScheduler:
-    """The one that all requests of this process share."""
-    global _SHARED
+def shared_scheduler(source: str = "") -> TransferScheduler:
+    """The one that all requests of this process share for what comes from one source.
+
+    Sources have slots of their own: one that stalls has all of its slots taken, and whoever wants another one must not
+    wait for that.
+
+    Args:
+        source: URL of a store that is not local; "" for all that are.
+    """
     with _SHARED_LOCK:
-        if _SHARED is None:
-            _SHARED = TransferScheduler()
-        return _SHARED
+        if source not in _SHARED:
+            _SHARED[source] = TransferScheduler()
+        return _SHARED[source]
 
 
 def _forked() -> None:
     """A child process has none of its parent's threads: it makes a scheduler of its own."""
     global _SHARED, _SHARED_LOCK
-    _SHARED, _SHARED_LOCK = None, threading.Lock()
+    _SHARED, _SHARED_LOCK = {}, threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):

@@ -27,15 +27,15 @@ from blendkv.stores import TieredStore
 
 
 class Transfer:
-    """Brings pieces of a prompt, a few ahead of each other. Keeps no thread while it waits.
+    """Brings pieces of a prompt from one store, a few ahead of each other. Keeps no thread while it waits.
 
     Args:
         tiers: that keep what has come.
         lane: the prompt's way to transfer slots.
-        items: files of the prompt.
+        items: files of the prompt that the store has.
         pieces: in the order in which they are wanted.
         homes: device of each layer, or one for all.
-        ahead: pieces under way or waiting for a slot.
+        ahead: pieces under way, or waiting for a slot.
         progress: is told what has come.
     """
 
@@ -59,7 +59,6 @@ class Transfer:
 
     def begin(self) -> None:
         """Hands in the first pieces."""
-        self._progress.begin(sum(piece.wanted for piece in self._left))
         for item in self._items:
             self._note(item)  # all of it may have been left out
         for _ in range(self._ahead):
