@@ -74,6 +74,7 @@ class Transfer:
             self._left.clear()
             for item in self._items:
                 item.arrival.abandon()
+                item.arrival.on_wanted = _nothing  # else they would hold each other, and what came, until a collection
             if self._pid == os.getpid():
                 self._lane.abandon()
 
@@ -237,6 +238,10 @@ def _moved(states: Sequence[tuple[torch.Tensor, ...]], device: torch.device) -> 
         tuple(here[a:b].view(t.dtype).view(t.shape) for t, (a, b) in zip(pair, span, strict=True))
         for pair, span in zip(states, spans, strict=True)
     ]
+
+
+def _nothing(layer: int) -> None:
+    """Nobody sends for what has not come."""
 
 
 _STREAMS: dict[torch.device, Any] = {}
