@@ -217,9 +217,9 @@ class TransferScheduler:
         if not future.cancelled():
             return
         with self._lock:
-            if self._queue.remove(piece):
-                self._forget(piece)
+            item = self._forget(piece) if self._queue.remove(piece) else None
             self._cancelled += 1
+        del item  # not under the lock: whatever that frees may ask for it
 
 
 class Lane:
