@@ -202,7 +202,7 @@ class Timely:
 
 
 class _InTurn:
-    """A store whose bytes are asked for in the prompt's turn among all transfers, which must come before the deadline."""
+    """A store whose bytes are asked for in the prompt's turn among all transfers, and must come before the deadline."""
 
     def __init__(self, store: Store, lane: Lane) -> None:
         self._store, self._lane = store, lane

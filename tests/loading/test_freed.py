@@ -96,7 +96,7 @@ def test_prompts_leave_nothing_to_collect(attached, uncollected, selector, kind)
     prompt()
     gc.collect()
     scheduler, seen = prompt()
-    until(lambda: scheduler.state.threads == 0)
+    until(lambda scheduler=scheduler: scheduler.state.threads == 0)
     assert [ref() for ref in seen] == [None] * len(seen)
     del scheduler
     assert gc.collect() == 0
