@@ -186,6 +186,8 @@ class Blend:
         finally:
             if self.graphs is not None:
                 self.graphs.leave()
+            if self._question is not None:
+                self._question.over()
             self.asking, self.rows = False, None
             self._narrowed.clear()
             for layer in self.cache.blended:

@@ -95,6 +95,10 @@ class Question:
         if self._own is not None and layer in self._own.outputs:
             self.mass[layer] = self._own.outputs[layer]
 
+    def over(self) -> None:
+        """The pass is over: masks, which tell this, are held no longer."""
+        self._masks.clear()
+
     def attention(self, b: int, rows: Tensor) -> dict[int, Tensor]:
         """For each of the layers wanted `[N]`: what prompt indices `rows [N]` of batch row `b` get.
 

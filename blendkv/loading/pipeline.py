@@ -1,7 +1,7 @@
 """Chunks of a prompt from stores, layer by layer: while layer i computes, those after it are fetched, checked, decoded.
 
-CacheBlend (2405.16444), section 5. The head of each file is read first; then pieces of all files go through the
-process's transfer slots in the order in which layers are computed.
+CacheBlend (2405.16444), section 5. The head of each file is read first; then pieces of all files of a store go through
+the process's transfer slots for it in the order in which layers are computed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from blendkv.loading.arriving import ArrivingChunk
 from blendkv.loading.decision import TEXT
 from blendkv.loading.incoming import Attempt, Incoming, cut
 from blendkv.loading.progress import Progress
-from blendkv.loading.scheduler import TransferScheduler, shared_scheduler
+from blendkv.loading.scheduler import Lane, TransferScheduler, shared_scheduler
 from blendkv.loading.sources import Absent, StoreSource
 from blendkv.loading.sparing import LEAST_GAP, Spare, gaps
 from blendkv.loading.survey import MEMORY, Chooser, Place, everywhere, sizes_at_once, survey
@@ -36,7 +36,7 @@ from blendkv.stores.pool import Fetched
 PIECE_BYTES = 1 << 20
 """Layers of a file are fetched together until they are so many bytes."""
 AHEAD = 4
-"""Pieces of a prompt that are under way or wait for a slot."""
+"""Pieces of a prompt that are under way from one store, or wait for a slot."""
 WHOLE_BYTES = 1 << 16
 """Files up to this size are read whole, before anything is computed."""
 TORN = frozenset({"truncated", "length", "header", "checksum"})
@@ -48,7 +48,8 @@ class Pipeline:
 
     Args:
         tiers: memory over stores.
-        scheduler: whose slots transfers use; None: those that all prompts of this process share.
+        scheduler: whose slots transfers use, whatever store they are from; None: those that all prompts of this process
+            share, which each store that is not local has of its own.
         piece_bytes: see `PIECE_BYTES`.
         ahead: see `AHEAD`.
         whole_bytes: see `WHOLE_BYTES`.
@@ -73,10 +74,13 @@ class Pipeline:
         self.breakers = [Breaker() for _ in tiers.stores]
         """One a store: prompt after prompt that went on without it leaves it alone for a while."""
 
-    @property
-    def scheduler(self) -> TransferScheduler:
-        """Whose slots transfers use."""
-        return self._scheduler or shared_scheduler()
+    def lanes(self) -> Callable[[int], Lane]:
+        """A prompt's way to transfer slots, by number of the store."""
+        if self._scheduler is not None:
+            lane = self._scheduler.lane()
+            return lambda tier: lane
+        sources = ["" if getattr(store, "local", False) else store.url for store in self.tiers.stores]
+        return cache(lambda tier: shared_scheduler(sources[tier]).lane())
 
     def fetch(
         self,
@@ -110,7 +114,7 @@ class Pipeline:
         if choose is None:
             places: Mapping[str, Sequence[Place]] = everywhere(self.tiers, wanted)
         else:
-            there = survey(self.tiers, visit.lane, wanted, budget, visit.allows, choose.prefers, visit.late)
+            there = survey(self.tiers, visit.lanes, wanted, budget, visit.allows, choose.prefers, visit.late)
             places = choose.choose(there)
             visit.found |= {key: Fetched(None, TEXT) for key in there if not places.get(key)}
         visit.look(wanted, places)
@@ -133,7 +137,7 @@ class _Visit:
         self._homes = tuple(homes) or (torch.device("cpu"),)
         self._budget, self._progress = budget, progress
         self._accepts = None if choose is None else choose.accepts
-        self.lane = pipeline.scheduler.lane()
+        self.lanes = pipeline.lanes()
         self.found: dict[str, Fetched] = {}
         self._coming: list[Incoming] = []
         self._attempts: dict[int, Attempt | None] = {}
@@ -196,10 +200,14 @@ class _Visit:
             self._leave_out(spare({key: got.chunk for key, got in self.found.items()}), begin)
         pipeline, coming = self._pipeline, self._coming
         pieces = cut(coming, begin, pipeline.piece_bytes, pipeline.rest)
-        transfer = Transfer(self._tiers, self.lane, coming, pieces, self._homes, pipeline.ahead, self._progress)
-        for item in self._coming:
-            weakref.finalize(self.found[item.key].chunk, transfer.let_go)
-        transfer.begin()
+        self._progress.begin(sum(piece.wanted for piece in pieces))
+        for tier in sorted({item.level for item in coming}):  # apart: what one store does not give holds up no other
+            items = [item for item in coming if item.level == tier]
+            mine = [piece for piece in pieces if piece.of.level == tier]
+            transfer = Transfer(self._tiers, self.lanes(tier), items, mine, self._homes, pipeline.ahead, self._progress)
+            for item in items:
+                weakref.finalize(self.found[item.key].chunk, transfer.let_go)
+            transfer.begin()
 
     def _leave_out(self, spare: Mapping[str, np.ndarray], first: int) -> None:
         """Groups of tokens that will not be read are not fetched; layers before the first come last as they are.
@@ -256,7 +264,7 @@ class _Visit:
             sizes |= {key: place.nbytes for key, place in places.items() if place.nbytes is not None}
             opened |= {key: None for key in places if (sizes.get(key) or small + 1) <= small}
             heads = {
-                key: self.lane.submit(self._open, tier, key, place, attempt, sizes.get(key), cost_bytes=1 << 14)
+                key: self.lanes(tier).submit(self._open, tier, key, place, attempt, sizes.get(key), cost_bytes=1 << 14)
                 for key, place in places.items()
                 if key not in opened and sizes.get(key, 0) is not None
             }

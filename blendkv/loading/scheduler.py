@@ -1,4 +1,4 @@
-"""Transfers of all requests of a process share a few slots, and take turns.
+"""Transfers of all requests of a process from one source share a few slots, and take turns.
 
 A transfer that shares a link with a hundred others is late, and so are the hundred. With a bounded number of slots each
 one is quick, and what matters is who is next (`blendkv.loading.queues`): a request that needs two pieces must not wait
@@ -106,8 +106,8 @@ class TransferScheduler:
     def cancel(self, client: Hashable) -> int:
         """Takes back all pieces of a client that wait, and says how many; those under way run to their end."""
         with self._lock:
-            pieces = list(self._waiting.get(client, ()))
-        return sum(piece.item[0].cancel() for piece in pieces)
+            futures = [piece.item[0] for piece in self._waiting.get(client, ())]
+        return sum(future.cancel() for future in futures)
 
     @property
     def is_free(self) -> bool:
@@ -138,10 +138,10 @@ class TransferScheduler:
         """
         with self._lock:
             self._closed = True
-            pieces = [piece for waiting in self._waiting.values() for piece in waiting]
+            futures = [piece.item[0] for waiting in self._waiting.values() for piece in waiting]
             threads = self._threads - {threading.current_thread()}
-        for piece in pieces:
-            piece.item[0].cancel()
+        for future in futures:
+            future.cancel()
         with self._lock:
             self._work.notify_all()
         end = None if timeout is None else time.monotonic() + timeout
@@ -168,8 +168,8 @@ class TransferScheduler:
                 raise
 
     def _run(self) -> None:
-        while (piece := self._next()) is not None:
-            future, job = piece.item
+        while (taken := self._next()) is not None:
+            future, job = taken
             result, error = None, None
             try:
                 result = job()
@@ -182,18 +182,18 @@ class TransferScheduler:
                 future.set_result(result)
             else:
                 future.set_exception(error)
-            del piece, future, job, result, error  # a thread that waits keeps nothing alive
+            del taken, future, job, result, error  # a thread that waits keeps nothing alive
 
-    def _next(self) -> Piece | None:
-        """A piece that runs from now on, or None if this thread should end."""
+    def _next(self) -> tuple[Future, Callable[[], Any]] | None:
+        """What runs from now on, or None if this thread should end."""
         with self._lock:
             while True:
                 while len(self._queue):
-                    piece = self._queue.pop()
-                    self._forget(piece)
-                    if piece.item[0].set_running_or_notify_cancel():
+                    future, job = self._forget(self._queue.pop())
+                    if future.set_running_or_notify_cancel():
                         self._running += 1
-                        return piece
+                        return future, job
+                    del future, job
                 if self._closed:
                     break
                 self._idle += 1
@@ -204,19 +204,22 @@ class TransferScheduler:
             self._threads.discard(threading.current_thread())
             return None
 
-    def _forget(self, piece: Piece) -> None:
+    def _forget(self, piece: Piece) -> tuple[Future, Callable[[], Any]]:
+        """A piece waits no longer; gives what it holds, which it holds no more: the future has a callback with it."""
         waiting = self._waiting[piece.client]
         waiting.discard(piece)
         if not waiting:
             del self._waiting[piece.client]
+        item, piece.item = piece.item, None
+        return item
 
     def _taken_back(self, piece: Piece, future: Future) -> None:
         if not future.cancelled():
             return
         with self._lock:
-            if self._queue.remove(piece):
-                self._forget(piece)
+            item = self._forget(piece) if self._queue.remove(piece) else None
             self._cancelled += 1
+        del item  # not under the lock: whatever that frees may ask for it
 
 
 class Lane:
@@ -275,23 +278,29 @@ class Lane:
             self._futures.discard(future)
 
 
-_SHARED: TransferScheduler | None = None
+_SHARED: dict[str, TransferScheduler] = {}
 _SHARED_LOCK = threading.Lock()
 
 
-def shared_scheduler() -> TransferScheduler:
-    """The one that all requests of this process share."""
-    global _SHARED
+def shared_scheduler(source: str = "") -> TransferScheduler:
+    """The one that all requests of this process share for what comes from one source.
+
+    Sources have slots of their own: one that stalls has all of its slots taken, and whoever wants another one must not
+    wait for that.
+
+    Args:
+        source: URL of a store that is not local; "" for all that are.
+    """
     with _SHARED_LOCK:
-        if _SHARED is None:
-            _SHARED = TransferScheduler()
-        return _SHARED
+        if source not in _SHARED:
+            _SHARED[source] = TransferScheduler()
+        return _SHARED[source]
 
 
 def _forked() -> None:
     """A child process has none of its parent's threads: it makes a scheduler of its own."""
     global _SHARED, _SHARED_LOCK
-    _SHARED, _SHARED_LOCK = None, threading.Lock()
+    _SHARED, _SHARED_LOCK = {}, threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):

@@ -63,7 +63,7 @@ def everywhere(tiers: TieredStore, keys: Sequence[str]) -> Places:
 
 def survey(
     tiers: TieredStore,
-    lane: Lane,
+    lanes: Callable[[int], Lane],
     keys: Sequence[str],
     budget: Budget | None,
     asks: Callable[[int, int], bool],
@@ -76,7 +76,7 @@ def survey(
 
     Args:
         tiers: memory over stores.
-        lane: to transfer slots.
+        lanes: to transfer slots, by number of the store.
         keys: of chunks.
         budget: how long stores that are not local may be waited for.
         asks: whether a store, by number, may be asked about so many chunks.
@@ -101,7 +101,7 @@ def survey(
         if not lacking or not asks(tier, len(lacking)):
             continue
         entries = [form.entry for those in lacking.values() for form in those]
-        sizes = _sizes(tiers, lane, tier, entries, budget, late)
+        sizes = _sizes(tiers, lanes(tier), tier, entries, budget, late)
         for key, those in lacking.items():
             found = [Place(form, tier, store.url, size) for form in those if (size := sizes.get(form.entry))]
             there[key] += found

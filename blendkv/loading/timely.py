@@ -6,6 +6,7 @@ and nobody knows what it will be. What would come too late is computed from its 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -25,6 +26,7 @@ from blendkv.loading.pipeline import Pipeline
 from blendkv.loading.scheduler import Lane
 from blendkv.loading.survey import MEMORY, Place, Places, survey
 from blendkv.stores import Budget, Store, TieredStore
+from blendkv.stores.deadline import remaining
 from blendkv.stores.pool import Fetched
 
 
@@ -58,7 +60,7 @@ class Timely:
         guided, begin = self._guided, self._clock.now()
         target = guided.target_s
         assert target is not None
-        lane, budget = self._pipeline.scheduler.lane(), Budget(target)
+        lanes, budget = self._pipeline.lanes(), Budget(target)
         attempts: dict[int, Attempt] = {}
 
         def allows(tier: int, count: int) -> bool:
@@ -69,7 +71,7 @@ class Timely:
                 self._tiers.stores[tier].stats.count("misses", "breaker", count)
             return tier in attempts
 
-        there = survey(self._tiers, lane, keys, budget, allows, guided.prefers, lambda tier: attempts[tier].late())
+        there = survey(self._tiers, lanes, keys, budget, allows, guided.prefers, lambda tier: attempts[tier].late())
         good = {key: [place for place in places if guided.may(key, place)] for key, places in there.items()}
         found = self._tiers.remembered({key: places[0].form for key, places in good.items() if _near(places)})
         wanted = {key: places for key, places in good.items() if key not in found}
@@ -77,7 +79,7 @@ class Timely:
         left = max(target - (self._clock.now() - begin), 1e-3)
         tiers = sorted(attempts)
         if wanted:
-            streamed = self._streamed(wanted, tiers, lane, compute, left, after_s)
+            streamed = self._streamed(wanted, tiers, lanes, compute, left, after_s)
             found |= self._kept(wanted, tiers, streamed, attempts, compute)
         self._tell(there, found, after_s, self._clock.now() - begin)
         self._tiers.count([got.tier for got in found.values() if got.tier != TEXT], len(keys) - len(found))
@@ -87,7 +89,7 @@ class Timely:
         self,
         there: Places,
         tiers: Sequence[int],
-        lane: Lane,
+        lanes: Callable[[int], Lane],
         compute: Callable[[str], ChunkCache],
         target_s: float,
         after_s: float,
@@ -110,7 +112,7 @@ class Timely:
             }
             text_s = guided.seconds(0, guided.chunks[key])
             wanted.append(Wanted(key, tuple(levels.values()), losses, text_s, seconds))
-        stores = [_InTurn(own.stores[tier], lane) for tier in tiers]
+        stores = [_InTurn(own.stores[tier], lanes(tier)) for tier in tiers]
         client = StreamClient(
             stores or [_Nothing()],  # ty: ignore[invalid-argument-type]
             secret=own.secret,
@@ -163,7 +165,7 @@ class Timely:
         for entry, number in streamed.wrong:  # read at once it may be good: then it was written anew meanwhile
             look = partial(_put_away, self._tiers, self._tiers.stores[tiers[number]], entry)
             with suppress(Exception):  # the scheduler was closed
-                self._pipeline.scheduler.lane().submit(look)
+                self._pipeline.lanes()(tiers[number]).submit(look)
         return found
 
     def _tell(self, there: Places, found: Mapping[str, Fetched], after_s: float, took_s: float) -> None:
@@ -200,13 +202,19 @@ class Timely:
 
 
 class _InTurn:
-    """A store whose bytes are asked for in the prompt's turn among all transfers."""
+    """A store whose bytes are asked for in the prompt's turn among all transfers, and must come before the deadline."""
 
     def __init__(self, store: Store, lane: Lane) -> None:
         self._store, self._lane = store, lane
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes | None:
-        return self._lane.submit(self._store.get, key, start, stop, cost_bytes=(stop or start) - start).result()
+        future = self._lane.submit(self._store.get, key, start, stop, cost_bytes=(stop or start) - start)
+        most = remaining(math.inf)
+        try:
+            return future.result(None if math.isinf(most) else most)
+        except TimeoutError:
+            future.cancel()
+            return None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)

@@ -27,15 +27,15 @@ from blendkv.stores import TieredStore
 
 
 class Transfer:
-    """Brings pieces of a prompt, a few ahead of each other. Keeps no thread while it waits.
+    """Brings pieces of a prompt from one store, a few ahead of each other. Keeps no thread while it waits.
 
     Args:
         tiers: that keep what has come.
         lane: the prompt's way to transfer slots.
-        items: files of the prompt.
+        items: files of the prompt that the store has.
         pieces: in the order in which they are wanted.
         homes: device of each layer, or one for all.
-        ahead: pieces under way or waiting for a slot.
+        ahead: pieces under way, or waiting for a slot.
         progress: is told what has come.
     """
 
@@ -59,7 +59,6 @@ class Transfer:
 
     def begin(self) -> None:
         """Hands in the first pieces."""
-        self._progress.begin(sum(piece.wanted for piece in self._left))
         for item in self._items:
             self._note(item)  # all of it may have been left out
         for _ in range(self._ahead):
@@ -75,6 +74,7 @@ class Transfer:
             self._left.clear()
             for item in self._items:
                 item.arrival.abandon()
+                item.arrival.on_wanted = _nothing  # else they would hold each other, and what came, until a collection
             if self._pid == os.getpid():
                 self._lane.abandon()
 
@@ -238,6 +238,10 @@ def _moved(states: Sequence[tuple[torch.Tensor, ...]], device: torch.device) -> 
         tuple(here[a:b].view(t.dtype).view(t.shape) for t, (a, b) in zip(pair, span, strict=True))
         for pair, span in zip(states, spans, strict=True)
     ]
+
+
+def _nothing(layer: int) -> None:
+    """Nobody sends for what has not come."""
 
 
 _STREAMS: dict[torch.device, Any] = {}

@@ -38,7 +38,8 @@ class Asked(DictStore):
 def surveyed(tiers, keys=KEYS, budget=None, asks=lambda tier, count: True, prefers=lambda farther, nearer: False):
     scheduler = TransferScheduler(2)
     try:
-        return survey(tiers, scheduler.lane(), keys, budget, asks, prefers)
+        lane = scheduler.lane()
+        return survey(tiers, lambda tier: lane, keys, budget, asks, prefers)
     finally:
         scheduler.close()
 
