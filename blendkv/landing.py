@@ -28,14 +28,13 @@ class Landing:
             if device not in _STREAMS:
                 _STREAMS[device] = torch.cuda.Stream(device)
             self._beside = _STREAMS[device]
-            self._beside.wait_stream(self._stream)  # until then others may own the memory that chunks are put into
 
     def room(self, nbytes: int) -> Tensor:
-        """`[nbytes]` uint8 for a file: page-locked, and not used anew before copies from it are over."""
+        """`[nbytes]` uint8 for a file, page-locked for CUDA."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._cuda)
 
     def land(self, file: ChunkFile) -> ChunkCache | None:
-        """A chunk whose keys and values are on their way.
+        """The chunk of a raw file.
 
         Args:
             file: open for a tensor that `room` gave.
@@ -60,10 +59,9 @@ class Landing:
         with torch.cuda.stream(self._stream):
             out = torch.empty(sizes, dtype=dtype, device=self.device)
         with torch.cuda.stream(self._beside):
-            codec.in_order(data.to(self.device, non_blocking=True), out)
+            here = data.to(self.device, non_blocking=True)
+            self._beside.wait_stream(self._stream)  # what was queued there may still use the memory that `out` has now
+            codec.in_order(here, out)
+            self._beside.record_event().synchronize()  # so each thread has one room, and no more
         return chunk_in(file, out.flatten())
 
-    def wait(self) -> None:
-        """What the stream is given from here on, on which this began, comes after all that has landed."""
-        if self._cuda:
-            self._stream.wait_stream(self._beside)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from blendkv.attaching import attachment_of
 from blendkv.cache import BlendedCache
 from blendkv.chunk import ChunkCache
+from blendkv.codecs import get_codec
 from blendkv.loading.pipeline import Pipeline
 from blendkv.loading.sparing import Sparing
 from blendkv.stores import DiskStore, Pool, TieredStore
@@ -35,7 +36,9 @@ class OnDisk:
         self.folder = tempfile.mkdtemp(prefix="blendkv-bench-")
         weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         store = DiskStore(self.folder)
-        TieredStore(Pool(1), store, write="through").put_many(chunks)
+        whole = all(home.type == "cuda" for home in self._attachment.homes)  # then no groups are left out
+        codec = get_codec("raw", level=0 if whole else 1)
+        TieredStore(Pool(1), store, codec=codec, write="through").put_many(chunks)
         self._pieces = {chunk.key: (chunk.ids.tolist(), chunk.conditioning) for chunk in chunks}
         self._keys = [chunk.key for chunk in chunks]
         self._pipeline = Pipeline(TieredStore(Pool(1), store), rest=False)

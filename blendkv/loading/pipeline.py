@@ -320,9 +320,9 @@ class _Visit:
 def at_once(store: Store, homes: Sequence[torch.device]) -> bool:
     """Whether files of a store are read whole before anything is computed: those of a local one, for a GPU.
 
-    Hundreds of small pieces hold Python's lock, which the thread that launches the GPU's kernels needs too. Where bytes
-    come as fast as from a page cache, that costs more than overlapping saves: 2.1 GB, 16k tokens of an 8B model,
-    took 2.4 to 3.7 s in pieces, and 1.69 to 1.87 s when they were read first (docs/lab-log.md, 2026-11-28).
+    Pieces hold Python's lock, which the thread that launches the GPU's kernels needs too. Where bytes come as fast as
+    from a page cache, that costs more than overlapping saves: of 2.1 GB, 16k tokens of an 8B model, the first token took
+    0.8 to 1.0 s in pieces, and 0.3 to 0.4 s when files were landed first (docs/lab-log.md, 2026-11-29).
 
     Args:
         store: that has them.

@@ -192,7 +192,6 @@ class Reader:
 
         with ThreadPoolExecutor(min(LANDING_THREADS, len(entries)), "blendkv-landing") as threads:
             landed = dict(zip(entries, threads.map(one, entries), strict=True))
-        landing.wait()
         for entry, found in landed.items():
             if isinstance(found, ChunkFileError):
                 self.discard(store, entry, found)

@@ -95,8 +95,11 @@ def test_prompts_leave_nothing_to_collect(attached, uncollected, selector, kind)
 
     prompt()
     gc.collect()
-    scheduler, seen = prompt()
-    until(lambda scheduler=scheduler: scheduler.state.threads == 0)
-    assert [ref() for ref in seen] == [None] * len(seen)
-    del scheduler
-    assert gc.collect() == 0
+    found = []
+    while 0 not in found and len(found) < 3:  # other threads of this process may leave something; prompts always would
+        scheduler, seen = prompt()
+        until(lambda scheduler=scheduler: scheduler.state.threads == 0)
+        assert [ref() for ref in seen] == [None] * len(seen)
+        del scheduler
+        found.append(gc.collect())
+    assert 0 in found
