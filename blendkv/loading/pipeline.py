@@ -198,7 +198,9 @@ class _Visit:
         pieces = cut(coming, begin, pipeline.piece_bytes, pipeline.rest)
         transfer = Transfer(self._tiers, self.lane, coming, pieces, self._homes, pipeline.ahead, self._progress)
         for item in self._coming:
-            weakref.finalize(self.found[item.key].chunk, transfer.let_go)
+            chunk = self.found[item.key].chunk
+            assert isinstance(chunk, ArrivingChunk)
+            weakref.finalize(chunk.hold, transfer.let_go)
         transfer.begin()
 
     def _leave_out(self, spare: Mapping[str, np.ndarray], first: int) -> None:
