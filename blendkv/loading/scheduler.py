@@ -106,8 +106,8 @@ class TransferScheduler:
     def cancel(self, client: Hashable) -> int:
         """Takes back all pieces of a client that wait, and says how many; those under way run to their end."""
         with self._lock:
-            pieces = list(self._waiting.get(client, ()))
-        return sum(piece.item[0].cancel() for piece in pieces)
+            futures = [piece.item[0] for piece in self._waiting.get(client, ())]
+        return sum(future.cancel() for future in futures)
 
     @property
     def is_free(self) -> bool:
@@ -138,10 +138,10 @@ class TransferScheduler:
         """
         with self._lock:
             self._closed = True
-            pieces = [piece for waiting in self._waiting.values() for piece in waiting]
+            futures = [piece.item[0] for waiting in self._waiting.values() for piece in waiting]
             threads = self._threads - {threading.current_thread()}
-        for piece in pieces:
-            piece.item[0].cancel()
+        for future in futures:
+            future.cancel()
         with self._lock:
             self._work.notify_all()
         end = None if timeout is None else time.monotonic() + timeout
@@ -168,8 +168,8 @@ class TransferScheduler:
                 raise
 
     def _run(self) -> None:
-        while (piece := self._next()) is not None:
-            future, job = piece.item
+        while (work := self._next()) is not None:
+            future, job = work
             result, error = None, None
             try:
                 result = job()
@@ -182,10 +182,10 @@ class TransferScheduler:
                 future.set_result(result)
             else:
                 future.set_exception(error)
-            del piece, future, job, result, error  # a thread that waits keeps nothing alive
+            del work, future, job, result, error  # a thread that waits keeps nothing alive
 
-    def _next(self) -> Piece | None:
-        """A piece that runs from now on, or None if this thread should end."""
+    def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
+        """The future and the job of a piece that runs from now on, or None if this thread should end."""
         with self._lock:
             while True:
                 while len(self._queue):
@@ -193,7 +193,8 @@ class TransferScheduler:
                     self._forget(piece)
                     if piece.item[0].set_running_or_notify_cancel():
                         self._running += 1
-                        return piece
+                        work, piece.item = piece.item, None  # its future knows it: else each keeps the other alive
+                        return work
                 if self._closed:
                     break
                 self._idle += 1
@@ -217,6 +218,7 @@ class TransferScheduler:
             if self._queue.remove(piece):
                 self._forget(piece)
             self._cancelled += 1
+        piece.item = None
 
 
 class Lane:

@@ -697,12 +697,16 @@ def test_layers_are_no_longer_sent_for_once_nobody_has_chunk_keys_or_values(atta
     chunks = fetched(pipeline, exact)
     parts = [chunk.keys for chunk in chunks[1:]] + [chunk.values for chunk in chunks[:2]]
     arrival = parts[0]._arrival
-    del chunks[0], chunks[:], parts[1:]
-    gc.collect()
-    assert not arrival.failed
-    del parts
-    assert arrival.failed
-    free.set()
+    until(lambda: pipeline.scheduler.state.running == 1)
+    gc.disable()  # it is not waited for
+    try:
+        del chunks[0], chunks[:], parts[1:]
+        assert not arrival.failed
+        del parts
+        assert arrival.failed
+    finally:
+        gc.enable()
+        free.set()
     until(lambda: pipeline.scheduler.state.running == pipeline.scheduler.state.waiting == 0)
     assert len(store.reads) == 1
 
