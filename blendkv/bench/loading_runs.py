@@ -22,8 +22,7 @@ from blendkv.cache import BlendedCache
 from blendkv.chunk import ChunkCache, MissingChunk
 from blendkv.chunkfile import decode_chunk, encode_chunk
 from blendkv.codecs import Codec
-from blendkv.container import Header
-from blendkv.levelkeys import name_in, name_of
+from blendkv.levelkeys import LevelId, name_of
 from blendkv.loading.controller import Controller
 from blendkv.loading.costs import Costs
 from blendkv.loading.decision import TEXT
@@ -82,9 +81,9 @@ class Only:
         """Never."""
         return False
 
-    def accepts(self, header: Header) -> bool:
+    def accepts(self, level: LevelId) -> bool:
         """What is of that level."""
-        return name_in(header) == self._level
+        return level.name == self._level
 
     def choose(self, there: Mapping[str, Sequence[Place]]) -> Mapping[str, Sequence[Place]]:
         """Where that level is."""

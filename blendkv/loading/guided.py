@@ -7,8 +7,7 @@ from typing import Any
 
 from blendkv.attachment import Attachment
 from blendkv.cache import make_schedule
-from blendkv.container import Header
-from blendkv.levelkeys import name_in
+from blendkv.levelkeys import LevelId
 from blendkv.loading.controller import Controller, Offer
 from blendkv.loading.costs import Costs
 from blendkv.loading.decision import Decision
@@ -126,10 +125,8 @@ class Guided:
 
     def offer(self, key: str, place: Place) -> Offer:
         """A place as the controller sees it."""
-        count, codec = self._chunks[key], place.form.codec
-        decoded = count * self._token_bytes
-        settings = (place.url, codec.name, place.form.level, codec.level, codec.needs_profile)
-        return Offer(key, count, place.nbytes or 0, decoded, *settings)
+        count = self._chunks[key]
+        return _offer(place.level, key, count, place.nbytes or 0, count * self._token_bytes, place.url)
 
     def schedule(self, ratio: float) -> Mapping[int, float]:
         """What a ratio means."""
@@ -140,10 +137,9 @@ class Guided:
         """Whether the selector compares."""
         return "deviation" in self._selector.needs
 
-    def accepts(self, header: Header) -> bool:
-        """Whether a file is good enough as it turns out to be: a chunk's own entry may be of any codec."""
-        settings = (header.codec, name_in(header), header.level, bool(header.profile_hash))
-        return self._allows(Offer("", header.tokens, 0, 0, "", *settings))
+    def accepts(self, level: LevelId) -> bool:
+        """Whether a level is good enough, as it turns out to be: a chunk's own entry may be of any codec."""
+        return self._allows(_offer(level))
 
     def _allows(self, offer: Offer) -> bool:
         """As the controller says; of one that raises, only what loses nothing."""
@@ -173,3 +169,7 @@ class Guided:
         if costs is not None and progress.loaded_s is not None and len(progress.nbytes) == 1:
             ((url, nbytes),) = progress.nbytes.items()
             costs.saw_transfer(url, nbytes, progress.loaded_s)
+
+
+def _offer(level: LevelId, key: str = "", tokens: int = 0, nbytes: int = 0, decoded: int = 0, url: str = "") -> Offer:
+    return Offer(key, tokens, nbytes, decoded, url, level.codec, level.name, level.level, bool(level.profile))

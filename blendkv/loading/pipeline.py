@@ -18,7 +18,7 @@ import torch
 
 from blendkv.errors import ChunkFileError
 from blendkv.expanding import for_kernels
-from blendkv.levelkeys import name_in
+from blendkv.levelkeys import id_in
 from blendkv.loading.arriving import ArrivingChunk
 from blendkv.loading.decision import TEXT
 from blendkv.loading.incoming import Attempt, Incoming, cut
@@ -110,7 +110,8 @@ class Pipeline:
         if choose is None:
             places: Mapping[str, Sequence[Place]] = everywhere(self.tiers, wanted)
         else:
-            there = survey(self.tiers, visit.lane, wanted, budget, visit.allows, choose.prefers, visit.late)
+            asked = visit.allows, choose.prefers, visit.late, choose.accepts
+            there = survey(self.tiers, visit.lane, wanted, budget, *asked)
             places = choose.choose(there)
             visit.found |= {key: Fetched(None, TEXT) for key in there if not places.get(key)}
         visit.look(wanted, places)
@@ -239,9 +240,8 @@ class _Visit:
             self._coming.append(item)
             late = partial(_late, self._tiers, self._progress, item)  # it must not hold this, which holds the chunk
             chunk = ArrivingChunk.of(item.arrival, item.file.header, store.url, most, late, **item.fields)
-            level = name_in(item.file.header)
-            self.found[key] = Fetched(chunk, store.url, places[key].form.unless(level))
-            self._progress.levels[key] = level
+            self.found[key] = Fetched(chunk, store.url, places[key].form.unless(chunk))
+            self._progress.levels[key] = id_in(item.file.header).name
         return {key: places[key] for key, item in opened.items() if item is None}
 
     def _opened(self, tier: int, places: Mapping[str, Place], attempt: Attempt) -> dict[str, Incoming | None]:
@@ -298,7 +298,7 @@ class _Visit:
             if error.reason not in TORN:
                 raise
             return None
-        if self._accepts is not None and not self._accepts(file.header):
+        if self._accepts is not None and not self._accepts(id_in(file.header)):
             store.stats.count("misses")
             return _NOTHING
         if not file.header.layer0:

@@ -13,9 +13,8 @@ import torch
 from blendkv.chunk import ChunkCache
 from blendkv.chunkfile import ChunkFile
 from blendkv.codecs import Codec
-from blendkv.container import Header
 from blendkv.errors import ChunkFileError
-from blendkv.levelkeys import name_in
+from blendkv.levelkeys import LevelId, id_in
 from blendkv.stores.base import Store
 from blendkv.stores.coding import CodingStats
 from blendkv.stores.deadline import Budget
@@ -107,8 +106,8 @@ class Reader:
         data: Mapping[str, bytes],
         homes: tuple[torch.device, ...],
         codec: Codec | None = None,
-        accepts: Callable[[Header], bool] | None = None,
-    ) -> dict[str, tuple[ChunkCache, str]]:
+        accepts: Callable[[LevelId], bool] | None = None,
+    ) -> dict[str, ChunkCache]:
         """Chunks of entries that are what their keys say; others are taken out of the store.
 
         Args:
@@ -116,26 +115,26 @@ class Reader:
             data: by key.
             homes: where each layer is wanted.
             codec: that should have written them; None: that of most.
-            accepts: whether a file of such a head may be used; None: any.
+            accepts: whether a file of such a level may be used; None: any.
 
         Returns:
-            By key of the entry; with the level that each turns out to be of.
+            By key of the entry.
         """
         files: dict[str, ChunkFile] = {}
         wrong: dict[str, ChunkFileError] = {}
         for entry, content in data.items():
             try:
                 file = self._opener.checked(entry, content, homes[0], codec)
-                if accepts is None or accepts(file.header):
+                if accepts is None or accepts(id_in(file.header)):
                     files[entry] = file
             except ChunkFileError as error:
                 wrong[entry] = error.bare()
-        chunks: dict[str, tuple[ChunkCache, str]] = {}
+        chunks: dict[str, ChunkCache] = {}
         for entry, chunk in zip(files, decode_at(list(files.values()), homes) if files else (), strict=True):
             if isinstance(chunk, ChunkFileError):
                 wrong[entry] = chunk
             else:
-                chunks[entry] = chunk, name_in(files[entry].header)
+                chunks[entry] = chunk
         for entry, error in wrong.items():
             self.discard(store, entry, error)
         return chunks

@@ -185,6 +185,50 @@ def test_an_entry_that_another_codec_wrote_is_told_apart(setting, how):
         assert other.url in inputs.report.loaded
 
 
+@pytest.mark.parametrize("target_s", [None, LONG])
+@pytest.mark.parametrize("encoded", [False, True])
+def test_memory_knows_what_another_codec_wrote(setting, encoded, target_s):
+    """A library without codec over a far store that was filled with one; what is fetched ahead is no less lossy."""
+    model, codecs, _, chunks = setting
+    far, near = DictStore("far"), DictStore("near")
+    with library(model, TieredStore(Pool(), far, codec=codecs[2], write="through"), namespace="n") as kv:
+        kv(DOCUMENTS, "why?")
+    known = costs_of(model, {far.url: 1e12, near.url: 1e12})
+    pool = Pool(codec=codecs[0]) if encoded else Pool()
+    tiers = TieredStore(pool, near, far, codec="raw", levels=codecs[:2])
+    controller = Controller(known, target_s=target_s, text=False)
+    kv = library(model, tiers, namespace="n", controller=controller, deadline_s=LONG)
+    kv(DOCUMENTS, "why?")  # the template's head
+    pool.clear()
+    assert kv.prefetch(DOCUMENTS).loaded == {near.url: sum(map(len, chunks.values()))}
+    assert set(kv.keys(DOCUMENTS)) <= set(pool.keys())
+    inputs, logits = ask(kv)
+    assert levels_used(inputs) == ["klt@8"] * 3
+    assert inputs.report.loaded["memory"] == sum(map(len, chunks.values()))
+    assert inputs.report.loading.decision.kl > 0.5
+    assert_answer_of(setting, kv, inputs, logits, ["klt@8"] * 3)
+    controller.max_kl = 0.1
+    inputs, _ = ask(kv)
+    assert set(levels_used(inputs)) <= {"text"}
+    used = {chunk.key: chunk for chunk in inputs.cache.chunks[0]}
+    assert all((used[key].keys[1] - one.keys[1]).abs().max() < 1e-4 for key, one in chunks.items())
+
+
+def test_what_a_lossy_library_has_in_memory_as_it_was_computed_loses_nothing(setting):
+    model, codecs, *_ = setting
+    store = DictStore()
+    with library(model, TieredStore(Pool(), store, codec=codecs[2], write="through"), namespace="n") as kv:
+        kv(DOCUMENTS, "why?")
+    controller = Controller(costs_of(model, {store.url: 1e12}), target_s=LONG, max_kl=0.1)
+    kv = library(model, TieredStore(Pool(), store, codec=codecs[2]), namespace="n", controller=controller)
+    assert levels_used(ask(kv)[0]) == ["text"] * 3
+    for controller.target_s in (LONG, None):
+        inputs, _ = ask(kv)
+        assert levels_used(inputs) == ["raw"] * 3
+        assert inputs.report.loading.decision.kl == 0
+        assert list(inputs.report.loaded) == ["memory"]
+
+
 def test_what_a_target_has_computed_is_no_hit_and_is_in_memory_once(setting):
     _, codecs, *_ = setting
     store = store_of(setting, ("klt@8",))
