@@ -41,6 +41,10 @@ class LevelId(NamedTuple):
             return self.codec
         return f"{self.codec}@{self.level}" + (f"+{self.streams}" if self.streams > 1 else "")
 
+    def __str__(self) -> str:
+        """The name, and of which profile: `klt@4:0a1b...`."""
+        return f"{self.name}:{self.profile}" if self.profile else self.name
+
 
 EXACT = LevelId("raw", 1)
 """Of what was not coded at all."""

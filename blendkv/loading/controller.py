@@ -110,7 +110,7 @@ class Controller:
         """Whether a level is good enough to be used."""
         if not offer.lossy:
             return True
-        loss = None if costs is None else costs.losses.get(offer.name)
+        loss = None if costs is None else costs.losses.get(offer.identity)
         good = self.max_kl == math.inf or (loss is not None and loss <= self.max_kl)
         return good and (self.coarsest is None or offer.number <= self.coarsest)
 
@@ -272,9 +272,9 @@ def _guessed(device: torch.device, dtype: torch.dtype) -> ComputeCosts:
 
 def _mean_kl(loads: Mapping[str, Offer], tokens: Mapping[str, int], costs: Costs) -> float | None:
     """Predicted KL of the levels of a prompt, text losing nothing; None if one of them was not measured."""
-    if any(offer.lossy and offer.name not in costs.losses for offer in loads.values()):
+    if any(offer.lossy and offer.identity not in costs.losses for offer in loads.values()):
         return None
-    lost = sum(costs.losses[offer.name] * offer.tokens for offer in loads.values() if offer.lossy)
+    lost = sum(costs.losses[offer.identity] * offer.tokens for offer in loads.values() if offer.lossy)
     return lost / max(1, sum(tokens.values()))
 
 

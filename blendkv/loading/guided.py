@@ -74,10 +74,10 @@ class Guided:
         return self._allows(self.offer(key, place))
 
     def losses(self, there: Mapping[str, Sequence[Place]]) -> dict[str, float]:
-        """What each level loses, by name (`plans.order_of`)."""
+        """What each level loses, by its identity (`plans.order_of`)."""
         offers = [self.offer(key, place) for key, places in there.items() for place in places]
         loss = order_of(offers, {} if self.costs is None else self.costs.losses)
-        return {offer.name: loss(offer) for offer in offers}
+        return {offer.identity: loss(offer) for offer in offers}
 
     def seconds(self, tokens: int, computed: int) -> float:
         """Predicted seconds of computing at the smallest ratio; of the blend of so many tokens, and so many others."""
@@ -172,4 +172,5 @@ class Guided:
 
 
 def _offer(level: LevelId, key: str = "", tokens: int = 0, nbytes: int = 0, decoded: int = 0, url: str = "") -> Offer:
-    return Offer(key, tokens, nbytes, decoded, url, level.codec, level.name, level.level, bool(level.profile))
+    lossy = bool(level.profile)
+    return Offer(key, tokens, nbytes, decoded, url, level.codec, level.name, level.level, lossy, level.profile)

@@ -30,6 +30,7 @@ class Offer:
         level: name of its level (`levelkeys.name_of`).
         number: the codec's own number of the level.
         lossy: whether the codec loses anything.
+        profile: hash of that by which it does.
     """
 
     key: str
@@ -41,11 +42,17 @@ class Offer:
     level: str = ""
     number: int = 0
     lossy: bool = False
+    profile: str = ""
 
     @property
     def name(self) -> str:
         """Of the level, or of the codec if it has none."""
         return self.level or self.codec
+
+    @property
+    def identity(self) -> str:
+        """What its losses go by (`str(LevelId)`): levels of two profiles have one name."""
+        return f"{self.name}:{self.profile}" if self.profile else self.name
 
 
 Choices = Mapping[str, Sequence[Offer]]
@@ -110,24 +117,24 @@ def order_of(offers: Iterable[Offer], losses: Mapping[str, float]) -> Loss:
 
     Args:
         offers: of a prompt.
-        losses: measured, by name of the level.
+        losses: measured, by `Offer.identity`.
     """
     levels: dict[str, Offer] = {}
     sizes: dict[str, float] = {}
     for offer in offers:
         if offer.lossy:
-            levels[offer.name] = offer
-            sizes[offer.name] = max(sizes.get(offer.name, 0.0), offer.nbytes / max(1, offer.tokens))
+            levels[offer.identity] = offer
+            sizes[offer.identity] = max(sizes.get(offer.identity, 0.0), offer.nbytes / max(1, offer.tokens))
 
     def place(level: Offer) -> tuple[float, int]:
-        alike = [each for each in levels.values() if each.codec == level.codec and sizes[each.name]]
+        alike = [each for each in levels.values() if each.codec == level.codec and sizes[each.identity]]
         near = min(alike, key=lambda each: abs(each.number - level.number), default=level)
-        return -sizes[near.name] * (1 + 1e-6 * (near.number - level.number)), level.number
+        return -sizes[near.identity] * (1 + 1e-6 * (near.number - level.number)), level.number
 
-    known = {name: losses[name] for name in levels if name in losses}
+    known = {identity: losses[identity] for identity in levels if identity in losses}
     if len(known) < len(levels):
-        known = {level.name: float(i) for i, level in enumerate(sorted(levels.values(), key=place), 1)}
-    return lambda offer: known[offer.name] if offer.lossy else 0.0
+        known = {level.identity: float(i) for i, level in enumerate(sorted(levels.values(), key=place), 1)}
+    return lambda offer: known[offer.identity] if offer.lossy else 0.0
 
 
 def best_plan(

@@ -101,10 +101,9 @@ class Timely:
         for key, places in there.items():
             levels: dict[str, Level] = {}
             for place in places:  # the nearest store's size counts; the others should have the same file
-                form = place.form
+                form, name = place.form, str(place.level)
                 if place.tier != MEMORY:
-                    level = Level(form.level, form.codec, key, place.nbytes, main=form.main)
-                    levels.setdefault(form.level, level)
+                    levels.setdefault(name, Level(name, form.codec, key, place.nbytes, main=form.main))
             seconds = {
                 name: guided.offer(key, places[0]).decoded / decoding[level.codec.name]
                 for name, level in levels.items()
@@ -180,10 +179,10 @@ class Timely:
             used = EXACT if got.chunk is None or got.tier == TEXT else form.id_of(got.chunk)
             levels.append(TEXT if got.tier == TEXT else used.name)
             guided.report.loading.levels[key] = levels[-1]
-            if used.profile and used.name not in losses:
+            if used.profile and str(used) not in losses:
                 lost = None
             elif used.profile and lost is not None:
-                lost += losses[used.name] * guided.chunks[key]
+                lost += losses[str(used)] * guided.chunks[key]
         tokens = sum(guided.chunks[key] for key in main)
         guided.report.loading.loaded_s = took_s
         text = frozenset(key for key in there if found.get(key, Fetched(None, TEXT)).tier == TEXT)
