@@ -95,16 +95,17 @@ class Supply:
         def go(pieces: Mapping[str, Wanted], budget: Budget) -> list[Fetched]:
             assert self.pipeline is not None
             guided, counts = None, {key: len(piece.ids) for key, (piece, _) in pieces.items()}
+            known = {key: (piece.ids, before) for key, (piece, before) in pieces.items()}
+            spare = Sparing(ids, known, options, len(attachment.facts.rotations), computes, report.notes)
             if self.controller is not None:
-                guided = Guided(self.controller, attachment, len(ids), counts, selector, options, report)
+                settings = selector, options, report, spare, self.pipeline.least_gap
+                guided = Guided(self.controller, attachment, len(ids), counts, *settings)
                 if guided.target_s is not None:
                     compute = partial(self._computed_now, pieces, report)
                     return Timely(self.pipeline, guided, attachment.homes).fetch(list(pieces), compute)
                 report.loading.on_loaded = guided.learn
             # asked once the controller has chosen a ratio: at ratio 0 the first layer is read, else often not
             first = lambda: BlendedCache((), **options).reads_from  # noqa: E731
-            known = {key: (piece.ids, before) for key, (piece, before) in pieces.items()}
-            spare = Sparing(ids, known, options, len(attachment.facts.rotations), computes, report.notes)
             return self.pipeline.fetch(list(pieces), attachment.homes, budget, first, guided, report.loading, spare)
 
         return go

@@ -153,14 +153,15 @@ class Bench:
         options: dict[str, Any] = {"recompute_ratio": ratio, "selector": self.selector, "check_layers": None}
         report.loading = progress
         guided: Chooser | None = None if level is None else Only(level)
-        if controller is not None:
-            counts = {chunk.key: len(chunk) for chunk in self.chunks}
-            tokens, selector = self.reference.case.ids.shape[1], get_selector(self.selector)
-            guided = Guided(controller, attachment_of(self.model), tokens, counts, selector, options, report)
-        first = BlendedCache((), **options).reads_from
         pieces = {chunk.key: (chunk.ids.tolist(), chunk.conditioning) for chunk in self.chunks}
         layers = len(attachment_of(self.model).layers)
         spare = Sparing(self.reference.case.ids[0].cpu(), pieces, options, layers) if leave_out else None
+        if controller is not None:
+            counts = {chunk.key: len(chunk) for chunk in self.chunks}
+            tokens, selector = self.reference.case.ids.shape[1], get_selector(self.selector)
+            settings = selector, options, report, spare
+            guided = Guided(controller, attachment_of(self.model), tokens, counts, *settings)
+        first = BlendedCache((), **options).reads_from
         begin = time.perf_counter()
         fetch = Pipeline(tiers, rest=False).fetch  # memory keeps nothing here
         found = fetch([chunk.key for chunk in self.chunks], first=first, choose=guided, progress=progress, spare=spare)
