@@ -9,13 +9,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from blendkv.kernels.table import ALIGN, address
+
+if TYPE_CHECKING:
+    from blendkv.levelkeys import LevelId
 
 KEY_VERSION = 1
 
@@ -37,6 +40,7 @@ class ChunkCache:
         keyed: the key, where a tenant's secret went into it.
         scores: by name `[T]` one number a token, on the CPU, that selectors rank by (`stored-NAME`); in the
             chunk's file, but no part of its key.
+        coded: the level of the file that it was read from; None: as it was computed. No part of its key either.
     """
 
     ids: Tensor
@@ -49,6 +53,7 @@ class ChunkCache:
     text: str | None = field(default=None, repr=False)
     keyed: str = field(default="", repr=False)
     scores: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    coded: LevelId | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         """Checks that every layer agrees with the ids on the number of tokens."""

@@ -16,6 +16,7 @@ from blendkv.container import ContainerReader, Header, LayerShape, TokenStream, 
 from blendkv.container.format import MAX_DECODED
 from blendkv.container.seals import Secret
 from blendkv.errors import ChunkFileError
+from blendkv.levelkeys import id_in
 
 Rebuild = Callable[["ChunkFile"], tuple[Tensor, Tensor]]
 """Computes keys and values of layer 0 for a file without it (`prefilling.first_layer_of`)."""
@@ -292,6 +293,7 @@ class ChunkFile:
             "namespace": header.namespace,
             "text": header.text,
             "keyed": self.keyed,
+            "coded": id_in(self.header),
         }
 
     @cached_property

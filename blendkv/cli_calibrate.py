@@ -79,8 +79,13 @@ def calibrate(
                 [url, f"{shown_size(round(each.bytes_per_s))}/s, {each.latency_s * 1e3:.2f} ms a request"]
                 for url, each in costs.sources.items()
             ),
-            *([f"lost by {name}", f"{kl:.4f} nats of KL"] for name, kl in costs.losses.items()),
+            *([f"lost by {_shown(level)}", f"{kl:.4f} nats of KL"] for level, kl in costs.losses.items()),
             [f"hidden by recomputing {hide:.0%}", f"raw chunks from {shown_size(round(needed))}/s on"],
         ],
         costs.machine,
     )
+
+
+def _shown(level: str) -> str:
+    name, _, profile = level.partition(":")
+    return f"{name}, profile {profile[:8]}"

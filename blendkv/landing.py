@@ -64,4 +64,3 @@ class Landing:
             codec.in_order(here, out)
             self._beside.record_event().synchronize()  # so each thread has one room, and no more
         return chunk_in(file, out.flatten())
-

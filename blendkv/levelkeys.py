@@ -1,4 +1,4 @@
-"""The key and the name of one level of a chunk.
+"""What tells one level of a chunk from another: its identity, its key, and its name.
 
 A chunk's key says nothing of a codec, so a level has a key of its own: SHA-256 over length-framed fields, the chunk's
 key and what the head of the file says of its codec. Whoever reads a file can compute it again, and whoever knows a
@@ -10,12 +10,54 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from typing import NamedTuple
 
 from blendkv.chunk import framed
 from blendkv.codecs import Codec, codec_class
 from blendkv.container import Header
 
 _DOMAIN = b"blendkv level 1"
+
+
+class LevelId(NamedTuple):
+    """What a file says of how it was coded: two that agree in it lose the same.
+
+    Attributes:
+        codec: its name.
+        level: the codec's own number.
+        streams: of a codec that is told how many to write; else 0.
+        profile: hash of it; "" of a codec that needs none, and loses nothing.
+    """
+
+    codec: str
+    level: int
+    streams: int = 0
+    profile: str = ""
+
+    @property
+    def name(self) -> str:
+        """For people, such as `klt@4`, or `klt@0+2` for two streams; that of another profile has the same."""
+        if not self.profile and self.level == (self.codec == "raw"):  # raw's usual level is 1
+            return self.codec
+        return f"{self.codec}@{self.level}" + (f"+{self.streams}" if self.streams > 1 else "")
+
+    def __str__(self) -> str:
+        """The name, and of which profile: `klt@4:0a1b...`."""
+        return f"{self.name}:{self.profile}" if self.profile else self.name
+
+
+EXACT = LevelId("raw", 1)
+"""Of what was not coded at all."""
+
+
+def id_of(codec: Codec) -> LevelId:
+    """The level that a codec writes."""
+    return LevelId(codec.name, codec.level, chosen_streams(codec), codec.profile_hash)
+
+
+def id_in(header: Header) -> LevelId:
+    """The same from the head of a file."""
+    return LevelId(header.codec, header.level, _streams_of(header), header.profile_hash)
 
 
 def level_key(key: str, codec: Codec) -> str:
@@ -25,22 +67,22 @@ def level_key(key: str, codec: Codec) -> str:
         key: of the chunk (`ChunkCache.key`, or `keyed` with a tenant's secret: then nobody else can compute either).
         codec: with its level, streams and profile.
     """
-    return _key(key, codec.name, codec.level, chosen_streams(codec), codec.profile_hash)
+    return _key(key, id_of(codec))
 
 
 def level_key_of(key: str, header: Header) -> str:
     """The same from the head of a file."""
-    return _key(key, header.codec, header.level, _streams_of(header), header.profile_hash)
+    return _key(key, id_in(header))
 
 
 def name_of(codec: Codec) -> str:
-    """A level's name for people, such as `klt@4`, or `klt@0+2` for two streams."""
-    return _name(codec.name, codec.level, chosen_streams(codec), codec.profile_hash)
+    """A level's name for people (`LevelId.name`)."""
+    return id_of(codec).name
 
 
 def name_in(header: Header) -> str:
     """The same from the head of a file."""
-    return _name(header.codec, header.level, _streams_of(header), header.profile_hash)
+    return id_in(header).name
 
 
 def chosen_streams(codec: Codec) -> int:
@@ -56,12 +98,7 @@ def _streams_of(header: Header) -> int:
     return header.arrangement.streams if chooses else 0
 
 
-def _name(name: str, level: int, streams: int, profile: str) -> str:
-    if not profile and level == (name == "raw"):  # raw's usual level is 1
-        return name
-    return f"{name}@{level}" + (f"+{streams}" if streams > 1 else "")
-
-
-def _key(key: str, name: str, level: int, streams: int, profile: str) -> str:
-    fields = [_DOMAIN, key.encode(), name.encode(), struct.pack("<hB", level, streams), profile.encode()]
+def _key(key: str, level: LevelId) -> str:
+    number = struct.pack("<hB", level.level, level.streams)
+    fields = [_DOMAIN, key.encode(), level.codec.encode(), number, level.profile.encode()]
     return hashlib.sha256(framed(fields)).hexdigest()

@@ -95,16 +95,17 @@ class Supply:
         def go(pieces: Mapping[str, Wanted], budget: Budget) -> list[Fetched]:
             assert self.pipeline is not None
             guided, counts = None, {key: len(piece.ids) for key, (piece, _) in pieces.items()}
+            known = {key: (piece.ids, before) for key, (piece, before) in pieces.items()}
+            spare = Sparing(ids, known, options, len(attachment.facts.rotations), computes, report.notes)
             if self.controller is not None:
-                guided = Guided(self.controller, attachment, len(ids), counts, selector, options, report)
+                settings = selector, options, report, spare, self.pipeline.least_gap
+                guided = Guided(self.controller, attachment, len(ids), counts, *settings)
                 if guided.target_s is not None:
                     compute = partial(self._computed_now, pieces, report)
                     return Timely(self.pipeline, guided, attachment.homes).fetch(list(pieces), compute)
                 report.loading.on_loaded = guided.learn
             # asked once the controller has chosen a ratio: at ratio 0 the first layer is read, else often not
             first = lambda: BlendedCache((), **options).reads_from  # noqa: E731
-            known = {key: (piece.ids, before) for key, (piece, before) in pieces.items()}
-            spare = Sparing(ids, known, options, len(attachment.facts.rotations), computes, report.notes)
             return self.pipeline.fetch(list(pieces), attachment.homes, budget, first, guided, report.loading, spare)
 
         return go
@@ -131,13 +132,14 @@ class Supply:
             pieces.setdefault(key, piece)
         mine = [_same(pieces[key], piece) for key, piece in zip(keys, wanted, strict=True)]
         budget = self._budget(facts, sum(len(piece.ids) for piece, _ in pieces.values()))
+        before = {key for key in pieces if key in self.pool}
         have: dict[str, Chunk] = self.usable(pieces, report, budget, road)
         lacking = {key: piece for key, piece in pieces.items() if key not in have}
         if not compute:
             have |= {key: MissingChunk(torch.tensor(piece.ids)) for key, (piece, _) in lacking.items()}
         elif lacking:
             with self._lock:  # one prefill at a time: what another thread has just computed is not computed again
-                self._fill(lacking, have, report, budget)
+                self._fill(lacking, have, before, report, budget)
         if strict and report.put_failures:
             words = sorted({word for faults in report.store_faults.values() for word in faults})
             why = "; ".join([*words, *getattr(self.pool, "notes", ())])
@@ -214,9 +216,19 @@ class Supply:
         dtype = weight.dtype if weight.dtype.is_floating_point else facts.dtype
         return Budget(max(DEADLINE_S, 0.1 * seconds_to_compute(facts.shape, tokens, weight.device, dtype)))
 
-    def _fill(self, lacking: dict[str, Wanted], have: dict[str, Chunk], report: BlendReport, budget: Budget) -> None:
-        """Computes and stores what is lacking, by conditioning; what the store makes of it is used at once."""
-        there = {key: lacking[key] for key in lacking if key in self.pool}
+    def _fill(
+        self,
+        lacking: dict[str, Wanted],
+        have: dict[str, Chunk],
+        before: Collection[str],
+        report: BlendReport,
+        budget: Budget,
+    ) -> None:
+        """Computes and stores what is lacking, by conditioning; what the store makes of it is used at once.
+
+        What was in memory before, and is lacking all the same, was not good enough.
+        """
+        there = {key: lacking[key] for key in lacking if key in self.pool and key not in before}
         have |= self.usable(there, report, budget)
         lacking = {key: piece for key, piece in lacking.items() if key not in have}
         for conditioning in dict.fromkeys(c for _, c in lacking.values()):

@@ -20,7 +20,7 @@ from blendkv.bench.results import Row, model_device_name, versions
 from blendkv.bench.synthetic import synthetic
 from blendkv.bench.throttle import ThrottledStore
 from blendkv.codecs import Codec, get_codec
-from blendkv.levelkeys import name_of
+from blendkv.levelkeys import id_of, name_of
 from blendkv.loading.controller import FLOOR, Controller
 from blendkv.loading.costs import Costs
 from blendkv.loading.decision import TEXT
@@ -112,6 +112,7 @@ def _rows_of(
     bench.costs.sources[link.url] = measure_source(cast("Store", _Probe(link)))
     floor, own = controller.floor, name_of(bench.codec)
     beside = [name_of(codec) for codec in bench.levels]
+    good = {name_of(codec) for codec in (bench.codec, *bench.levels) if _may(controller, bench.costs, codec)}
     methods: dict[tuple[str, float, str], Callable[[], Run]] = {
         ("sequential", floor, own): lambda: bench.sequential(bandwidth, floor),
         ("pipeline", floor, own): lambda: bench.pipelined(bandwidth, floor),
@@ -137,7 +138,7 @@ def _rows_of(
     best = min(
         seconds
         for (method, ratio, level), seconds in settings.items()
-        if method == "text" or (method == "fixed" and ratio >= floor and _may(controller, bench.costs, level))
+        if method == "text" or (method == "fixed" and ratio >= floor and level in good)
     )
     for (method, *_), those in runs.items():
         last = sorted(those, key=lambda run: run.ttft_s)[len(those) // 2]
@@ -157,9 +158,9 @@ def _rows_of(
         }
 
 
-def _may(controller: Controller, costs: Costs, level: str) -> bool:
+def _may(controller: Controller, costs: Costs, codec: Codec) -> bool:
     """Whether a level is good enough for a controller."""
-    return controller.max_kl == math.inf or costs.losses.get(level, 0.0) <= controller.max_kl
+    return controller.max_kl == math.inf or costs.losses.get(str(id_of(codec)), 0.0) <= controller.max_kl
 
 
 class _Probe:

@@ -22,8 +22,7 @@ from blendkv.cache import BlendedCache
 from blendkv.chunk import ChunkCache, MissingChunk
 from blendkv.chunkfile import decode_chunk, encode_chunk
 from blendkv.codecs import Codec
-from blendkv.container import Header
-from blendkv.levelkeys import name_in, name_of
+from blendkv.levelkeys import LevelId, name_of
 from blendkv.loading.controller import Controller
 from blendkv.loading.costs import Costs
 from blendkv.loading.decision import TEXT
@@ -82,9 +81,9 @@ class Only:
         """Never."""
         return False
 
-    def accepts(self, header: Header) -> bool:
+    def accepts(self, level: LevelId) -> bool:
         """What is of that level."""
-        return name_in(header) == self._level
+        return level.name == self._level
 
     def choose(self, there: Mapping[str, Sequence[Place]]) -> Mapping[str, Sequence[Place]]:
         """Where that level is."""
@@ -154,14 +153,15 @@ class Bench:
         options: dict[str, Any] = {"recompute_ratio": ratio, "selector": self.selector, "check_layers": None}
         report.loading = progress
         guided: Chooser | None = None if level is None else Only(level)
-        if controller is not None:
-            counts = {chunk.key: len(chunk) for chunk in self.chunks}
-            tokens, selector = self.reference.case.ids.shape[1], get_selector(self.selector)
-            guided = Guided(controller, attachment_of(self.model), tokens, counts, selector, options, report)
-        first = BlendedCache((), **options).reads_from
         pieces = {chunk.key: (chunk.ids.tolist(), chunk.conditioning) for chunk in self.chunks}
         layers = len(attachment_of(self.model).layers)
         spare = Sparing(self.reference.case.ids[0].cpu(), pieces, options, layers) if leave_out else None
+        if controller is not None:
+            counts = {chunk.key: len(chunk) for chunk in self.chunks}
+            tokens, selector = self.reference.case.ids.shape[1], get_selector(self.selector)
+            settings = selector, options, report, spare
+            guided = Guided(controller, attachment_of(self.model), tokens, counts, *settings)
+        first = BlendedCache((), **options).reads_from
         begin = time.perf_counter()
         fetch = Pipeline(tiers, rest=False).fetch  # memory keeps nothing here
         found = fetch([chunk.key for chunk in self.chunks], first=first, choose=guided, progress=progress, spare=spare)

@@ -109,7 +109,10 @@ class Arrival:
             self._changed.notify_all()
 
     def abandon(self) -> None:
-        """As `fail`, for the garbage collector, which must wait for no lock: nobody sends for what has not come."""
+        """As `fail`, for the garbage collector, which must wait for no lock: nobody sends for what has not come.
+
+        It wakes nobody, as nobody waits: whoever does holds the `Hold`, and this is called once that is gone.
+        """
         self._why = self._why or "cancelled"
 
     @property
@@ -203,11 +206,18 @@ def _after(event: Any, pair: tuple[Tensor, Tensor]) -> None:
         tensor.record_stream(stream)
 
 
+class Hold:
+    """What a chunk on its way and its layers have in common: layers are sent for as long as somebody has one of them.
+
+    So keys may outlive their chunk, and the garbage collector takes nothing away for which somebody waits.
+    """
+
+
 class LayerStates(Sequence[Tensor]):
     """Keys, or values, of all layers: whoever asks for one waits until it has come."""
 
-    def __init__(self, arrival: Arrival, part: int, layers: int) -> None:
-        self._arrival, self._part, self._layers = arrival, part, layers
+    def __init__(self, arrival: Arrival, part: int, layers: int, hold: Hold) -> None:
+        self._arrival, self._part, self._layers, self._hold = arrival, part, layers, hold
 
     def __len__(self) -> int:
         """Layers of the model."""
@@ -227,9 +237,11 @@ class ArrivingChunk(ChunkCache):
 
     Attributes:
         tier: URL of the store that it comes from.
+        hold: its own and its layers'.
     """
 
     tier: str
+    hold: Hold
 
     @classmethod
     def of(
@@ -251,16 +263,17 @@ class ArrivingChunk(ChunkCache):
             late: called when a prompt goes on without it because that was over.
             **fields: of the chunk, other than keys and values.
         """
-        count = len(header.layers)
+        count, hold = len(header.layers), Hold()
         chunk = cls.__new__(cls)
         chunk.__dict__.update(
             {"scores": {}} | fields,
-            keys=LayerStates(arrival, 0, count),
-            values=LayerStates(arrival, 1, count),
+            keys=LayerStates(arrival, 0, count, hold),
+            values=LayerStates(arrival, 1, count, hold),
             sizes=tuple((shape.heads, shape.key_dim, shape.value_dim) for shape in header.layers),
             dtypes=frozenset({DTYPES[header.dtype]}),
             homes=(torch.device("cpu"),) * count,  # kernels take them layer by layer
             tier=tier,
+            hold=hold,
             _arrival=arrival,
             _budget=budget,
             _late=late,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -110,7 +111,7 @@ class Controller:
         """Whether a level is good enough to be used."""
         if not offer.lossy:
             return True
-        loss = None if costs is None else costs.losses.get(offer.name)
+        loss = None if costs is None else costs.losses.get(offer.identity)
         good = self.max_kl == math.inf or (loss is not None and loss <= self.max_kl)
         return good and (self.coarsest is None or offer.number <= self.coarsest)
 
@@ -122,6 +123,7 @@ class Controller:
         schedule: Schedule,
         probe: bool,
         costs: Costs | None = None,
+        kept: Callable[[Offer, float], float] = lambda offer, ratio: 1.0,
     ) -> Decision:
         """Chooses for one prompt.
 
@@ -132,6 +134,7 @@ class Controller:
             schedule: what a ratio means, layer -> share kept from there on.
             probe: whether the selector compares (`flops.blend_flops`).
             costs: of the model (`ready`); None: those that the controller was made with.
+            kept: share of an offer's bytes that is waited for at a ratio; the rest is of tokens that will be computed.
 
         Returns:
             The decision; text, lossier levels, and ratios above the floor only where they make the first token no
@@ -159,29 +162,33 @@ class Controller:
         def seconds(ratio: float, from_text: int) -> float:
             return compute.seconds(shape, total - from_text, computed + from_text, schedule(ratio), probe)
 
-        plan = best_plan(costs, choices, loss, lambda count: seconds(self.floor, count), self.text, must)
+        def loading(loads: Mapping[str, Offer], ratio: float) -> float:
+            load = Load(costs, lambda offer: kept(offer, ratio))
+            for offer in loads.values():
+                load.add(offer)
+            return load.seconds
+
+        empty = partial(Load, costs, lambda offer: kept(offer, self.floor))
+        plan = best_plan(empty, choices, loss, lambda count: seconds(self.floor, count), self.text, must)
         far = [key for key, those in choices.items() if all(offer.url for offer in those)]
         if far and not plan.loads and costs.try_again(choices[far[0]][0].url):
             first = choices[far[0]]
             tells = [offer for offer in first if offer.nbytes >= LEARNS_BYTES] or first
             plan.loads = {far[0]: min(tells, key=lambda offer: (offer.nbytes, loss(offer)))}
-            load = Load(costs)
-            load.add(plan.loads[far[0]])
-            plan.load_s = load.seconds
             del plan.text[far[0]]
         from_text = sum(plan.text.values())
-        ratio = self._hidden(lambda ratio: seconds(ratio, from_text), plan.load_s)
-        took = seconds(ratio, from_text)
+        ratio = self._hidden(lambda ratio: seconds(ratio, from_text), partial(loading, plan.loads))
+        load, took = loading(plan.loads, ratio), seconds(ratio, from_text)
         return Decision(
             ratio,
             frozenset(plan.text),
             plan.loads,
             tuple(plan.loads[key].name if key in plan.loads else TEXT for key in tokens),
             _mean_kl(plan.loads, tokens, costs),
-            plan.load_s,
+            load,
             took,
-            max(plan.load_s, took),
-            why=_words(ratio, self.floor, plan.load_s, took, len(plan.text), len(far) + len(must)),
+            max(load, took),
+            why=_words(ratio, self.floor, load, took, len(plan.text), len(far) + len(must)),
         )
 
     def _medium(
@@ -200,16 +207,16 @@ class Controller:
         levels = tuple(chosen[key].name if key in chosen else TEXT for key in tokens)
         return Decision(self.floor, frozenset(must), chosen, levels, why=why)
 
-    def _hidden(self, seconds: Callable[[float], float], load: float) -> float:
+    def _hidden(self, seconds: Callable[[float], float], load: Callable[[float], float]) -> float:
         """The largest ratio whose computing loading hides, by bisection; never below the floor."""
-        if seconds(self.floor) >= MARGIN * load:
+        if seconds(self.floor) >= MARGIN * load(self.floor):
             return self.floor
         low, high = self.floor, self.most
-        if seconds(high) <= MARGIN * load:
+        if seconds(high) <= MARGIN * load(high):
             return high
         while high - low > STEP:
             middle = (low + high) / 2
-            low, high = (middle, high) if seconds(middle) <= MARGIN * load else (low, middle)
+            low, high = (middle, high) if seconds(middle) <= MARGIN * load(middle) else (low, middle)
         return max(self.floor, math.floor(100 * low) / 100)
 
 
@@ -272,9 +279,9 @@ def _guessed(device: torch.device, dtype: torch.dtype) -> ComputeCosts:
 
 def _mean_kl(loads: Mapping[str, Offer], tokens: Mapping[str, int], costs: Costs) -> float | None:
     """Predicted KL of the levels of a prompt, text losing nothing; None if one of them was not measured."""
-    if any(offer.lossy and offer.name not in costs.losses for offer in loads.values()):
+    if any(offer.lossy and offer.identity not in costs.losses for offer in loads.values()):
         return None
-    lost = sum(costs.losses[offer.name] * offer.tokens for offer in loads.values() if offer.lossy)
+    lost = sum(costs.losses[offer.identity] * offer.tokens for offer in loads.values() if offer.lossy)
     return lost / max(1, sum(tokens.values()))
 
 

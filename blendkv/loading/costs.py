@@ -17,11 +17,16 @@ import torch
 from blendkv import flops
 from blendkv._paths import blendkv_home
 
-VERSION = 1
+VERSION = 2
+"""Of the file. In 1 losses went by the level's name alone, whatever the profile."""
 RETRY_S = 60.0
 """A store from which nothing would be loaded is given one chunk to show what it gives now, so many seconds apart."""
 _MOST = 1e15
 """Bytes a second that no transfer exceeds: what seems to be more is a clock that cannot tell."""
+_OLD = (
+    "the calibration does not say of which profile the losses of its levels are: run `blendkv calibrate --levels` "
+    "again; until then they are not known"
+)
 SMOOTHING = 0.5
 """Weight of the newest figure when a rate is corrected."""
 
@@ -147,7 +152,7 @@ class Costs:
         decoding: by name of a codec, bytes of keys and values that are decoded in a second.
         machine: that this holds for (`machine`).
         fingerprint: of the model.
-        losses: by name of a level (`levelkeys.name_of`), the KL divergence that it costs, in nats.
+        losses: by level (`str(levelkeys.LevelId)`), the KL divergence that it costs, in nats.
         notes: what a user should know of where this comes from.
     """
 
@@ -218,7 +223,7 @@ class Costs:
 
     @classmethod
     def read(cls, path: Path) -> Costs:
-        """What `write` kept.
+        """What `write` kept; of an older form without losses, which did not say of which profile they were.
 
         Raises:
             OSError: if the file cannot be read.
@@ -226,16 +231,18 @@ class Costs:
         """
         try:
             said = json.loads(path.read_text(encoding="utf-8"), parse_int=float)  # no int is too large
-            if said["version"] != VERSION:
+            if said["version"] not in (1, VERSION):
                 raise ValueError(f"version {said['version']}")
-            compute = said["compute"]
+            compute, losses = said["compute"], said.get("losses", {})
+            old = said["version"] == 1 and bool(losses)
             costs = cls(
                 None if compute is None else ComputeCosts(**compute),
                 {str(url): SourceCosts(**each) for url, each in said["sources"].items()},
                 {str(name): rate for name, rate in said["decoding"].items()},
                 str(said["machine"]),
                 str(said["fingerprint"]),
-                {str(name): loss for name, loss in said.get("losses", {}).items()},
+                {} if old else {str(level): loss for level, loss in losses.items()},
+                [_OLD] if old else [],
             )
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(f"{path} is no calibration: {error}; run `blendkv calibrate` again") from error

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from blendkv.attachment import Attachment
 from blendkv.cache import make_schedule
-from blendkv.container import Header
-from blendkv.levelkeys import name_in
+from blendkv.codecs import Codec, LayerShape, dtype_name
+from blendkv.levelkeys import LevelId
 from blendkv.loading.controller import Controller, Offer
 from blendkv.loading.costs import Costs
 from blendkv.loading.decision import Decision
 from blendkv.loading.plans import order_of
 from blendkv.loading.progress import Progress
+from blendkv.loading.sparing import LEAST_GAP, Sparing, share_read
 from blendkv.loading.survey import Place
 from blendkv.report import BlendReport
 from blendkv.selectors import Selector
@@ -30,6 +33,8 @@ class Guided:
         selector: of the prompt's cache.
         options: of the prompt's cache; `recompute_ratio` becomes the one chosen, unless `check_layers` are given.
         report: of the prompt.
+        sparing: says what will not be read at a ratio, and is not loaded then; None: all is loaded.
+        least_gap: see `sparing.LEAST_GAP`.
     """
 
     def __init__(
@@ -41,9 +46,14 @@ class Guided:
         selector: Selector,
         options: dict[str, Any],
         report: BlendReport,
+        sparing: Sparing | None = None,
+        least_gap: int = LEAST_GAP,
     ) -> None:
         self._controller, self._attachment, self._tokens, self._chunks = controller, attachment, tokens, chunks
         self._selector, self._options, self._report = selector, options, report
+        self._sparing, self._least_gap = sparing, least_gap
+        self._spared: dict[float, Mapping[str, np.ndarray]] = {}
+        self._shares: dict[tuple, float] = {}
         facts, weight = attachment.facts, next(attachment.model.parameters())
         dtype = weight.dtype if weight.dtype.is_floating_point else facts.dtype
         self.costs: Costs | None = None
@@ -75,10 +85,10 @@ class Guided:
         return self._allows(self.offer(key, place))
 
     def losses(self, there: Mapping[str, Sequence[Place]]) -> dict[str, float]:
-        """What each level loses, by name (`plans.order_of`)."""
+        """What each level loses, by its identity (`plans.order_of`)."""
         offers = [self.offer(key, place) for key, places in there.items() for place in places]
         loss = order_of(offers, {} if self.costs is None else self.costs.losses)
-        return {offer.name: loss(offer) for offer in offers}
+        return {offer.identity: loss(offer) for offer in offers}
 
     def seconds(self, tokens: int, computed: int) -> float:
         """Predicted seconds of computing at the smallest ratio; of the blend of so many tokens, and so many others."""
@@ -126,10 +136,8 @@ class Guided:
 
     def offer(self, key: str, place: Place) -> Offer:
         """A place as the controller sees it."""
-        count, codec = self._chunks[key], place.form.codec
-        decoded = count * self._token_bytes
-        settings = (place.url, codec.name, place.form.level, codec.level, codec.needs_profile)
-        return Offer(key, count, place.nbytes or 0, decoded, *settings)
+        count = self._chunks[key]
+        return _offer(place.level, key, count, place.nbytes or 0, count * self._token_bytes, place.url)
 
     def schedule(self, ratio: float) -> Mapping[int, float]:
         """What a ratio means."""
@@ -140,10 +148,9 @@ class Guided:
         """Whether the selector compares."""
         return "deviation" in self._selector.needs
 
-    def accepts(self, header: Header) -> bool:
-        """Whether a file is good enough as it turns out to be: a chunk's own entry may be of any codec."""
-        settings = (header.codec, name_in(header), header.level, bool(header.profile_hash))
-        return self._allows(Offer("", header.tokens, 0, 0, "", *settings))
+    def accepts(self, level: LevelId) -> bool:
+        """Whether a level is good enough, as it turns out to be: a chunk's own entry may be of any codec."""
+        return self._allows(_offer(level))
 
     def _allows(self, offer: Offer) -> bool:
         """As the controller says; of one that raises, only what loses nothing."""
@@ -155,7 +162,9 @@ class Guided:
     def _choose(self, there: Mapping[str, Sequence[Place]], costs: Costs) -> Mapping[str, Sequence[Place]]:
         offers = {key: {self.offer(key, place): place for place in places} for key, places in there.items()}
         every = [offer for each in offers.values() for offer in each]
-        given = (self._attachment.facts.shape, every, self.rest(list(there)), self.schedule, self.probe, costs)
+        codecs = {offer: place.form.codec for each in offers.values() for offer, place in each.items()}
+        kept = lambda offer, ratio: self._kept(offer, codecs[offer], ratio)  # noqa: E731
+        given = (self._attachment.facts.shape, every, self.rest(list(there)), self.schedule, self.probe, costs, kept)
         decision = self._controller.decide(*given)
         self.settle(decision)
         loss = order_of(every, costs.losses)
@@ -167,9 +176,34 @@ class Guided:
             queues[key] = [offers[key][offer] for offer in good]
         return queues
 
+    def _kept(self, offer: Offer, codec: Codec, ratio: float) -> float:
+        """Share of an offer's bytes that the prompt waits for at a ratio.
+
+        An estimate, as no file was looked at: as many bytes for every token and layer, cut as the codec cuts, which may
+        be another than that of the file; and as if all other chunks were loaded too.
+        """
+        if self._sparing is None:
+            return 1.0
+        if ratio not in self._spared:
+            self._spared[ratio] = self._sparing.at(ratio)
+        if (spare := self._spared[ratio].get(offer.key)) is None:
+            return 1.0
+        alike = id(codec), offer.nbytes >> 12, spare.shape[1], spare.tobytes()  # so are most chunks of a prompt
+        if alike not in self._shares:
+            facts = self._attachment.facts
+            shapes = [LayerShape(*sizes) for sizes in facts.sizes]
+            given = dtype_name(facts.dtype), offer.nbytes, spare, self._least_gap
+            self._shares[alike] = share_read(codec, shapes, *given)
+        return self._shares[alike]
+
     def learn(self, progress: Progress) -> None:
         """What came from one store says how fast it is."""
         costs = self.costs
         if costs is not None and progress.loaded_s is not None and len(progress.nbytes) == 1:
             ((url, nbytes),) = progress.nbytes.items()
             costs.saw_transfer(url, nbytes, progress.loaded_s)
+
+
+def _offer(level: LevelId, key: str = "", tokens: int = 0, nbytes: int = 0, decoded: int = 0, url: str = "") -> Offer:
+    lossy = bool(level.profile)
+    return Offer(key, tokens, nbytes, decoded, url, level.codec, level.name, level.level, lossy, level.profile)

@@ -21,7 +21,9 @@ from blendkv.stores.breaker import Breaker
 class Attempt:
     """One prompt's files from one store: late if the prompt went on without one, well if all of them came before that.
 
-    A store that did not say in time what it has was late, too.
+    A store that did not say in time what it has was late, too. Safe to share among threads: files come in several of
+    them, while the prompt waits in another. The garbage collector tells an attempt nothing (`Transfer.let_go`), so it
+    never waits for the lock.
 
     Args:
         breaker: is told, once.
@@ -29,25 +31,30 @@ class Attempt:
 
     def __init__(self, breaker: Breaker) -> None:
         self._breaker, self._left, self._over = breaker, 0, False
+        self._lock = threading.Lock()
 
     def begin(self, files: int) -> None:
         """So many files are on their way; with none there is nothing against the store."""
-        self._left = files
-        if not files and not self._over:
+        if self._ends(files):
             self._breaker.succeeded()
 
     def came(self) -> None:
         """One file is there."""
-        self._left -= 1
-        if not self._left and not self._over:
-            self._over = True
+        if self._ends(-1):
             self._breaker.succeeded()
 
     def late(self) -> None:
         """The prompt went on without one, or does not know of it."""
-        if not self._over:
-            self._over = True
+        if self._ends():
             self._breaker.failed()
+
+    def _ends(self, more: int | None = None) -> bool:
+        """Whether it is over now, and was not before: with so many files more nothing is left, or at once."""
+        with self._lock:
+            self._left += more or 0
+            news = not self._over and (more is None or not self._left)
+            self._over |= news
+            return news
 
 
 class Rest(NamedTuple):

@@ -23,7 +23,7 @@ class Level:
     """One level of one chunk in a store.
 
     Attributes:
-        name: for people, such as `klt@4` or `klt@0+2` (two streams).
+        name: tells it from the chunk's others, such as `klt@4` or `klt@0+2` (two streams).
         codec: that wrote it.
         chunk: the chunk's key.
         nbytes: of the file; None if it is not there.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from blendkv.codecs import Codec
-from blendkv.levelkeys import name_of
+from blendkv.levelkeys import id_of
 from blendkv.passages import read_passages
 from blendkv.trials import Trial
 
@@ -37,7 +37,7 @@ def measure_losses(
         trials: contexts; fewer if there is not so much text.
 
     Returns:
-        Nats a token, by name of the level.
+        Nats a token, by level: `str(LevelId)`, with the profile, as that of another loses something else.
 
     Raises:
         ValueError: for a codec that refuses the model's layers.
@@ -50,4 +50,4 @@ def measure_losses(
     length = min(context + continuation, len(ids))
     count = max(1, min(trials, len(ids) // length))
     made = [Trial.of(model, ids[i * length : (i + 1) * length], length - continuation) for i in range(count)]
-    return {name_of(codec): max(0.0, fmean(t.divergence(t.through(codec)) for t in made)) for codec in lossy}
+    return {str(id_of(codec)): max(0.0, fmean(t.divergence(t.through(codec)) for t in made)) for codec in lossy}

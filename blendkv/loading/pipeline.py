@@ -18,7 +18,7 @@ import torch
 
 from blendkv.errors import ChunkFileError
 from blendkv.expanding import for_kernels
-from blendkv.levelkeys import name_in
+from blendkv.levelkeys import id_in
 from blendkv.loading.arriving import ArrivingChunk
 from blendkv.loading.decision import TEXT
 from blendkv.loading.incoming import Attempt, Incoming, cut
@@ -114,7 +114,8 @@ class Pipeline:
         if choose is None:
             places: Mapping[str, Sequence[Place]] = everywhere(self.tiers, wanted)
         else:
-            there = survey(self.tiers, visit.lanes, wanted, budget, visit.allows, choose.prefers, visit.late)
+            asked = visit.allows, choose.prefers, visit.late, choose.accepts
+            there = survey(self.tiers, visit.lanes, wanted, budget, *asked)
             places = choose.choose(there)
             visit.found |= {key: Fetched(None, TEXT) for key in there if not places.get(key)}
         visit.look(wanted, places)
@@ -206,7 +207,9 @@ class _Visit:
             mine = [piece for piece in pieces if piece.of.level == tier]
             transfer = Transfer(self._tiers, self.lanes(tier), items, mine, self._homes, pipeline.ahead, self._progress)
             for item in items:
-                weakref.finalize(self.found[item.key].chunk, transfer.let_go)
+                chunk = self.found[item.key].chunk
+                assert isinstance(chunk, ArrivingChunk)
+                weakref.finalize(chunk.hold, transfer.let_go)
             transfer.begin()
 
     def _leave_out(self, spare: Mapping[str, np.ndarray], first: int) -> None:
@@ -247,9 +250,8 @@ class _Visit:
             self._coming.append(item)
             late = partial(_late, self._tiers, self._progress, item)  # it must not hold this, which holds the chunk
             chunk = ArrivingChunk.of(item.arrival, item.file.header, store.url, most, late, **item.fields)
-            level = name_in(item.file.header)
-            self.found[key] = Fetched(chunk, store.url, places[key].form.unless(level))
-            self._progress.levels[key] = level
+            self.found[key] = Fetched(chunk, store.url, places[key].form.unless(chunk))
+            self._progress.levels[key] = id_in(item.file.header).name
         return {key: places[key] for key, item in opened.items() if item is None}
 
     def _opened(self, tier: int, places: Mapping[str, Place], attempt: Attempt) -> dict[str, Incoming | None]:
@@ -304,7 +306,7 @@ class _Visit:
             if error.reason not in TORN:
                 raise
             return None
-        if self._accepts is not None and not self._accepts(file.header):
+        if self._accepts is not None and not self._accepts(id_in(file.header)):
             store.stats.count("misses")
             return _NOTHING
         if not file.header.layer0:
@@ -321,8 +323,8 @@ def at_once(store: Store, homes: Sequence[torch.device]) -> bool:
     """Whether files of a store are read whole before anything is computed: those of a local one, for a GPU.
 
     Pieces hold Python's lock, which the thread that launches the GPU's kernels needs too. Where bytes come as fast as
-    from a page cache, that costs more than overlapping saves: of 2.1 GB, 16k tokens of an 8B model, the first token took
-    0.8 to 1.0 s in pieces, and 0.3 to 0.4 s when files were landed first (docs/lab-log.md, 2026-11-29).
+    from a page cache, that costs more than overlapping saves: with 2.1 GB, 16k tokens of an 8B model, the first token
+    took 0.8 to 1.0 s in pieces, and 0.3 to 0.4 s when files were landed first (docs/lab-log.md, 2026-11-29).
 
     Args:
         store: that has them.

@@ -30,6 +30,7 @@ class Offer:
         level: name of its level (`levelkeys.name_of`).
         number: the codec's own number of the level.
         lossy: whether the codec loses anything.
+        profile: hash of that by which it does.
     """
 
     key: str
@@ -41,16 +42,24 @@ class Offer:
     level: str = ""
     number: int = 0
     lossy: bool = False
+    profile: str = ""
 
     @property
     def name(self) -> str:
         """Of the level, or of the codec if it has none."""
         return self.level or self.codec
 
+    @property
+    def identity(self) -> str:
+        """What its losses go by (`str(LevelId)`): levels of two profiles have one name."""
+        return f"{self.name}:{self.profile}" if self.profile else self.name
+
 
 Choices = Mapping[str, Sequence[Offer]]
 """Offers of each chunk, by key, in prompt order."""
 Loss = Callable[[Offer], float]
+Kept = Callable[[Offer], float]
+"""Share of an offer's bytes that is loaded."""
 
 
 @dataclass
@@ -80,16 +89,22 @@ class Load:
     """Seconds of loading, kept up to date while files are added and taken away.
 
     Files of one store share its link; stores are asked at the same time, but what is decoded shares this machine.
+
+    Attributes:
+        costs: of stores and decoding.
+        kept: of each; the rest is of tokens that are computed anyway.
     """
 
     costs: Costs
+    kept: Kept = lambda offer: 1.0
     _sums: dict[tuple[str, str], list[float]] = field(default_factory=dict)
 
     def add(self, offer: Offer, times: int = 1) -> None:
         """One file more, or less with -1; what is in memory is none."""
         if offer.url:
             sums = self._sums.setdefault((offer.url, offer.codec), [0, 0.0, 0.0])
-            for i, each in enumerate((1, offer.nbytes, offer.decoded)):
+            share = self.kept(offer)
+            for i, each in enumerate((1, share * offer.nbytes, share * offer.decoded)):
                 sums[i] += times * each
 
     @property
@@ -110,28 +125,33 @@ def order_of(offers: Iterable[Offer], losses: Mapping[str, float]) -> Loss:
 
     Args:
         offers: of a prompt.
-        losses: measured, by name of the level.
+        losses: measured, by `Offer.identity`.
     """
     levels: dict[str, Offer] = {}
     sizes: dict[str, float] = {}
     for offer in offers:
         if offer.lossy:
-            levels[offer.name] = offer
-            sizes[offer.name] = max(sizes.get(offer.name, 0.0), offer.nbytes / max(1, offer.tokens))
+            levels[offer.identity] = offer
+            sizes[offer.identity] = max(sizes.get(offer.identity, 0.0), offer.nbytes / max(1, offer.tokens))
 
     def place(level: Offer) -> tuple[float, int]:
-        alike = [each for each in levels.values() if each.codec == level.codec and sizes[each.name]]
+        alike = [each for each in levels.values() if each.codec == level.codec and sizes[each.identity]]
         near = min(alike, key=lambda each: abs(each.number - level.number), default=level)
-        return -sizes[near.name] * (1 + 1e-6 * (near.number - level.number)), level.number
+        return -sizes[near.identity] * (1 + 1e-6 * (near.number - level.number)), level.number
 
-    known = {name: losses[name] for name in levels if name in losses}
+    known = {identity: losses[identity] for identity in levels if identity in losses}
     if len(known) < len(levels):
-        known = {level.name: float(i) for i, level in enumerate(sorted(levels.values(), key=place), 1)}
-    return lambda offer: known[offer.name] if offer.lossy else 0.0
+        known = {level.identity: float(i) for i, level in enumerate(sorted(levels.values(), key=place), 1)}
+    return lambda offer: known[offer.identity] if offer.lossy else 0.0
 
 
 def best_plan(
-    costs: Costs, choices: Choices, loss: Loss, compute: Callable[[int], float], text: bool, must: Mapping[str, int]
+    empty: Callable[[], Load],
+    choices: Choices,
+    loss: Loss,
+    compute: Callable[[int], float],
+    text: bool,
+    must: Mapping[str, int],
 ) -> Plan:
     """The plan that loses least of those that are about as fast as the fastest.
 
@@ -139,7 +159,7 @@ def best_plan(
     are not in memory from text. Then single chunks are loaded at better levels as long as that costs nothing.
 
     Args:
-        costs: of stores and decoding.
+        empty: nothing loaded yet.
         choices: what may be used of each chunk.
         loss: of an offer.
         compute: seconds of computing at the smallest ratio when so many tokens come from text.
@@ -158,8 +178,8 @@ def best_plan(
     plans: list[tuple[float, int, float, float]] = []
     picked: dict[float, dict[str, Offer]] = {}
     for bound in sorted({loss(offer) for those in choices.values() for offer in those}) or [0.0]:
-        picked[bound] = {key: _cheapest(costs, those, loss, bound) for key, those in choices.items()}
-        load = Load(costs)
+        picked[bound] = {key: _cheapest(empty, those, loss, bound) for key, those in choices.items()}
+        load = empty()
         for offer in picked[bound].values():
             load.add(offer)
         for count in counts:
@@ -172,17 +192,17 @@ def best_plan(
     bound, count, _, took = min(good, key=lambda plan: (plan[0], max(plan[2:])))
     given = far[len(far) - count :]
     loads = {key: offer for key, offer in picked[bound].items() if key not in given}
-    load = _improve(costs, choices, loss, loads, goal)
+    load = _improve(empty, choices, loss, loads, goal)
     return Plan(loads, {**must, **{key: choices[key][0].tokens for key in given}}, load, took)
 
 
-def _improve(costs: Costs, choices: Choices, loss: Loss, loads: dict[str, Offer], goal: float) -> float:
+def _improve(empty: Callable[[], Load], choices: Choices, loss: Loss, loads: dict[str, Offer], goal: float) -> float:
     """Gives single chunks better levels, from the first one on, where loading still ends by the goal; its seconds."""
-    load = Load(costs)
+    load = empty()
     for offer in loads.values():
         load.add(offer)
     for key, offer in loads.items():
-        for better in sorted(choices[key], key=lambda each: (loss(each), _alone(costs, each))):
+        for better in sorted(choices[key], key=lambda each: (loss(each), _alone(empty, each))):
             if loss(better) >= loss(offer):
                 break
             load.add(offer, -1)
@@ -195,16 +215,16 @@ def _improve(costs: Costs, choices: Choices, loss: Loss, loads: dict[str, Offer]
     return load.seconds
 
 
-def _cheapest(costs: Costs, offers: Sequence[Offer], loss: Loss, bound: float) -> Offer:
+def _cheapest(empty: Callable[[], Load], offers: Sequence[Offer], loss: Loss, bound: float) -> Offer:
     """Of those that lose no more, the one that comes soonest; if all lose more, the one that loses least."""
     good = [offer for offer in offers if loss(offer) <= bound]
     if not good:
         least = min(map(loss, offers))
         good = [offer for offer in offers if loss(offer) == least]
-    return min(good, key=lambda offer: (_alone(costs, offer), loss(offer)))
+    return min(good, key=lambda offer: (_alone(empty, offer), loss(offer)))
 
 
-def _alone(costs: Costs, offer: Offer) -> float:
-    load = Load(costs)
+def _alone(empty: Callable[[], Load], offer: Offer) -> float:
+    load = empty()
     load.add(offer)
     return load.seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ from blendkv.cache import BlendedCache, Chunk
 from blendkv.choosing import is_known_ahead, never_read
 from blendkv.chunk import ChunkCache, MissingChunk
 from blendkv.chunkfile import ChunkFile
-from blendkv.codecs import apart
-from blendkv.plan import plan_row
+from blendkv.codecs import Codec, LayerShape, apart
+from blendkv.container import Header
+from blendkv.plan import RowPlan, plan_row
 
 LEAST_GAP = 1 << 15
 """Bytes that are worth a request of their own: a gap between what is read is left out only if it has as many. A local
@@ -86,6 +88,29 @@ class Sparing:
         spare = never_read(plan, selector, cache.schedule, self._layers)
         return {chunk.key: spare[id(chunk)] for _, chunk in plan.placed if chunk.key in found}
 
+    def at(self, ratio: float) -> Mapping[str, np.ndarray]:
+        """What the prompt would not read at a ratio if stores have all of its chunks; before a file was looked at.
+
+        Returns:
+            See `Spare`; nothing for a selector that must see layers, or scores that are in files.
+        """
+        try:
+            options: dict[str, Any] = {**self._options, "recompute_ratio": ratio}
+            cache = BlendedCache((), **options)
+            selector = cache.selector
+            if selector.stored or not is_known_ahead(selector, cache.schedule, cache.corrector):
+                return {}
+            spare = never_read(self._there, selector, cache.schedule, self._layers)
+            return {chunk.key: spare[id(chunk)] for _, chunk in self._there.placed}
+        except Exception:  # a plug-in's; the call says so
+            return {}
+
+    @cached_property
+    def _there(self) -> RowPlan:
+        """The prompt with all of its chunks."""
+        chunks = [_to_be_computed(key, ids, conditioning) for key, (ids, conditioning) in self._pieces.items()]
+        return plan_row(0, self._ids, chunks, lambda chunk: None, len(self._ids) - self._outputs)
+
 
 def _to_be_computed(key: str, ids: Sequence[int], conditioning: tuple[int, ...]) -> ChunkCache:
     """Stands for a chunk that will be there when the prompt begins."""
@@ -108,7 +133,37 @@ def gaps(file: ChunkFile, spare: np.ndarray, least: int = LEAST_GAP) -> dict[int
     header = file.header
     if not apart(file.codec) or spare.shape != (len(header.layers), header.tokens):
         return {}
-    streams, units, parts, groups = file.sizes.shape
+    return _gaps(header, file.sizes, spare, least)
+
+
+def share_read(
+    codec: Codec, shapes: Sequence[LayerShape], dtype: str, nbytes: int, spare: np.ndarray, least: int = LEAST_GAP
+) -> float:
+    """Share of a file's bytes that `gaps` would leave, were each number of it as long as any other.
+
+    Args:
+        codec: that is to have written it.
+        shapes: of the layers.
+        dtype: of what it holds.
+        nbytes: of it.
+        spare: see `gaps`.
+        least: likewise.
+    """
+    tokens = spare.shape[1]
+    if not apart(codec) or not nbytes:
+        return 1.0
+    arrangement = codec.arrangement(shapes, tokens)
+    header = Header(codec.name, codec.level, dtype, arrangement, tuple(shapes), "", bytes(4 * tokens))
+    numbers = np.array([shape.heads * (shape.key_dim + shape.value_dim) for shape in shapes])
+    units = np.array([numbers[header.layers_of(unit)].sum() for unit in range(header.units)]) / numbers.sum()
+    groups = np.diff(np.arange(0, tokens, arrangement.group_tokens), append=tokens) / tokens
+    streams, parts, shares = arrangement.streams, arrangement.parts, units[:, None] * groups
+    sizes = np.broadcast_to(nbytes / (streams * parts) * shares[:, None], (streams, len(units), parts, len(groups)))
+    return 1.0 - sum(shares[unit, list(left)].sum() for unit, left in _gaps(header, sizes, spare, least).items())
+
+
+def _gaps(header: Header, sizes: np.ndarray, spare: np.ndarray, least: int) -> dict[int, frozenset[int]]:
+    streams, units, parts, groups = sizes.shape
     starts = np.arange(groups) * header.arrangement.group_tokens
     unread = np.logical_and.reduceat(spare, starts, axis=1)
     alike: dict[bytes, list[int]] = {}  # there are few kinds of units
@@ -119,7 +174,7 @@ def gaps(file: ChunkFile, spare: np.ndarray, least: int = LEAST_GAP) -> dict[int
     for pattern, those in alike.items():
         runs = _runs(np.flatnonzero(np.frombuffer(pattern, bool)).tolist())
         several = streams * (1 if len(runs) == 1 and len(runs[0]) == groups else parts)
-        worth = [(file.sizes[:, those, :, r.start : r.stop].sum((0, 2, 3)) >= least * several).tolist() for r in runs]
+        worth = [(sizes[:, those, :, r.start : r.stop].sum((0, 2, 3)) >= least * several).tolist() for r in runs]
         for choice in set(zip(*worth, strict=True)):
             left = frozenset(group for run, is_left in zip(runs, choice, strict=True) if is_left for group in run)
             mine = [unit for unit, own in zip(those, zip(*worth, strict=True), strict=True) if own == choice]

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from blendkv.container import Header
+from blendkv.levelkeys import LevelId, id_of
 from blendkv.loading.scheduler import Lane
 from blendkv.stores import Budget, TieredStore
 from blendkv.stores.deadline import remaining
@@ -27,12 +27,19 @@ class Place:
         tier: number of the store, or `MEMORY`.
         url: of the store; "" for memory.
         nbytes: of its entry; None if nobody asked yet.
+        held: the level that memory has there, which may be another than the form's; None of a store.
     """
 
     form: Form
     tier: int = MEMORY
     url: str = ""
     nbytes: int | None = None
+    held: LevelId | None = None
+
+    @property
+    def level(self) -> LevelId:
+        """What is there, as far as is known."""
+        return self.held or id_of(self.form.codec)
 
 
 Places = dict[str, list[Place]]
@@ -46,8 +53,8 @@ class Chooser(Protocol):
         """Whether the farther of two stores, by URL, is known to be the faster one."""
         ...
 
-    def accepts(self, header: Header) -> bool:
-        """Whether a file may be used, which another codec may have written than the one that was expected."""
+    def accepts(self, level: LevelId) -> bool:
+        """Whether what is of a level may be used: another codec may have written it than the one that was expected."""
         ...
 
     def choose(self, there: Mapping[str, Sequence[Place]]) -> Mapping[str, Sequence[Place]]:
@@ -69,6 +76,7 @@ def survey(
     asks: Callable[[int, int], bool],
     prefers: Callable[[str, str], bool],
     late: Callable[[int], object] = lambda tier: None,
+    accepts: Callable[[LevelId], bool] = lambda level: True,
 ) -> Places:
     """Looks for every form of every chunk.
 
@@ -82,20 +90,22 @@ def survey(
         asks: whether a store, by number, may be asked about so many chunks.
         prefers: whether the farther of two stores is faster.
         late: told of each store, by number, that did not answer in time.
+        accepts: whether what is of a level may be used: where what memory has may not be, stores are asked.
 
     Returns:
         Places of those that are anywhere, nearest first.
     """
     forms = {key: tiers.forms(key) for key in keys}
     there: Places = {
-        key: [Place(form, nbytes=0) for form in those if form.entry in tiers.pool] for key, those in forms.items()
+        key: [Place(form, nbytes=0, held=held) for form in those if (held := tiers.held(form))]
+        for key, those in forms.items()
     }
     whole: dict[str, list[str]] = {key: [] for key in keys}
     for tier, store in enumerate(tiers.stores):
         lacking = {
             key: those
             for key, those in forms.items()
-            if not any(place.form.main and place.tier == MEMORY for place in there[key])
+            if not any(place.form.main and place.tier == MEMORY and accepts(place.level) for place in there[key])
             and all(prefers(store.url, nearer) for nearer in whole[key])
         }
         if not lacking or not asks(tier, len(lacking)):

@@ -16,6 +16,7 @@ import torch
 
 from blendkv.chunk import ChunkCache
 from blendkv.errors import ChunkFileError
+from blendkv.levelkeys import EXACT
 from blendkv.loading.client import StreamClient, Streamed, Wanted
 from blendkv.loading.clocks import Clock, RealClock
 from blendkv.loading.decision import TEXT, Decision
@@ -71,7 +72,8 @@ class Timely:
                 self._tiers.stores[tier].stats.count("misses", "breaker", count)
             return tier in attempts
 
-        there = survey(self._tiers, lanes, keys, budget, allows, guided.prefers, lambda tier: attempts[tier].late())
+        asked = allows, guided.prefers, lambda tier: attempts[tier].late(), guided.accepts
+        there = survey(self._tiers, lanes, keys, budget, *asked)
         good = {key: [place for place in places if guided.may(key, place)] for key, places in there.items()}
         found = self._tiers.remembered({key: places[0].form for key, places in good.items() if _near(places)})
         wanted = {key: places for key, places in good.items() if key not in found}
@@ -101,10 +103,9 @@ class Timely:
         for key, places in there.items():
             levels: dict[str, Level] = {}
             for place in places:  # the nearest store's size counts; the others should have the same file
-                form = place.form
+                form, name = place.form, str(place.level)
                 if place.tier != MEMORY:
-                    level = Level(form.level, form.codec, key, place.nbytes, main=form.main)
-                    levels.setdefault(form.level, level)
+                    levels.setdefault(name, Level(name, form.codec, key, place.nbytes, main=form.main))
             seconds = {
                 name: guided.offer(key, places[0]).decoded / decoding[level.codec.name]
                 for name, level in levels.items()
@@ -142,14 +143,15 @@ class Timely:
         """What came: memory and nearer stores get it, and who gave it, or did not, is told of."""
         found: dict[str, Fetched] = {}
         for key, chunk, came in zip(there, streamed.chunks, streamed.came, strict=True):
-            if came is not None and came.assembly.header is not None and not self._guided.accepts(came.assembly.header):
+            if came is not None and chunk.coded is not None and not self._guided.accepts(chunk.coded):
                 chunk, came = compute(key), None  # another codec has written it
             if came is None:
                 self._tiers.keep(MEMORY, chunk.key, chunk, None)
                 found[key] = Fetched(chunk, TEXT)
                 continue
             tier = tiers[came.source]
-            found[key] = Fetched(chunk, self._tiers.stores[tier].url, "" if came.level.main else came.level.name)
+            form = next(place.form for place in there[key] if place.form.entry == came.level.key)
+            found[key] = Fetched(chunk, self._tiers.stores[tier].url, form.unless(chunk))
             wants = tier > 0 or self._tiers.pool.codec is not None
             self._tiers.keep(tier, came.level.key, chunk, came.data if wants else None)
         for number, tier in enumerate(tiers):
@@ -176,14 +178,13 @@ class Timely:
         for key in there:
             got = found.get(key, Fetched(None, TEXT))
             form = next(form for form in self._tiers.forms(key) if form.main)
-            level = TEXT if got.tier == TEXT else got.level or form.level
-            levels.append(level)
-            guided.report.loading.levels[key] = level
-            lossy = got.tier != TEXT and (bool(got.level) or form.codec.needs_profile)
-            if lossy and level not in losses:
+            used = EXACT if got.chunk is None or got.tier == TEXT else form.id_of(got.chunk)
+            levels.append(TEXT if got.tier == TEXT else used.name)
+            guided.report.loading.levels[key] = levels[-1]
+            if used.profile and str(used) not in losses:
                 lost = None
-            elif lossy and lost is not None:
-                lost += losses[level] * guided.chunks[key]
+            elif used.profile and lost is not None:
+                lost += losses[str(used)] * guided.chunks[key]
         tokens = sum(guided.chunks[key] for key in main)
         guided.report.loading.loaded_s = took_s
         text = frozenset(key for key in there if found.get(key, Fetched(None, TEXT)).tier == TEXT)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from blendkv.chunk import ChunkCache
 from blendkv.codecs import Codec, codec_class, get_codec
-from blendkv.levelkeys import chosen_streams, level_key, name_of
+from blendkv.levelkeys import EXACT, LevelId, chosen_streams, id_of, level_key, name_of
 from blendkv.stores.coding import Coding, CodingStats
 
 
@@ -30,9 +30,15 @@ class Form:
         """Name of the level (`levelkeys.name_of`)."""
         return name_of(self.codec)
 
-    def unless(self, level: str) -> str:
-        """The level that a file turns out to be of, "" for what the tiers' codec writes (`Fetched.level`)."""
-        return "" if self.main and level == self.level else level
+    def id_of(self, chunk: ChunkCache) -> LevelId:
+        """What a chunk that lay there really is: a chunk's own entry may be another codec's, or none's."""
+        own = id_of(self.codec)
+        return chunk.coded or (EXACT if own.profile else own)
+
+    def unless(self, chunk: ChunkCache) -> str:
+        """Name of the level that a chunk is of, "" for what the tiers' codec writes (`Fetched.level`)."""
+        found = self.id_of(chunk)
+        return "" if self.main and found == id_of(self.codec) else found.name
 
 
 class Filing:

@@ -16,10 +16,9 @@ from torch import Tensor
 from blendkv.chunk import ChunkCache
 from blendkv.chunkfile import ChunkFile
 from blendkv.codecs import Codec
-from blendkv.container import Header
 from blendkv.errors import ChunkFileError
 from blendkv.landing import Landing
-from blendkv.levelkeys import name_in
+from blendkv.levelkeys import LevelId, id_in
 from blendkv.stores.base import Store
 from blendkv.stores.coding import CodingStats
 from blendkv.stores.deadline import Budget
@@ -119,8 +118,8 @@ class Reader:
         data: Mapping[str, bytes],
         homes: tuple[torch.device, ...],
         codec: Codec | None = None,
-        accepts: Callable[[Header], bool] | None = None,
-    ) -> dict[str, tuple[ChunkCache, str]]:
+        accepts: Callable[[LevelId], bool] | None = None,
+    ) -> dict[str, ChunkCache]:
         """Chunks of entries that are what their keys say; others are taken out of the store.
 
         Args:
@@ -128,17 +127,17 @@ class Reader:
             data: by key.
             homes: where each layer is wanted.
             codec: that should have written them; None: that of most.
-            accepts: whether a file of such a head may be used; None: any.
+            accepts: whether a file of such a level may be used; None: any.
 
         Returns:
-            By key of the entry; with the level that each turns out to be of.
+            By key of the entry.
         """
         files: dict[str, ChunkFile] = {}
         wrong: dict[str, ChunkFileError] = {}
         for entry, content in data.items():
             try:
                 file = self._opener.checked(entry, content, homes[0], codec)
-                if accepts is None or accepts(file.header):
+                if accepts is None or accepts(id_in(file.header)):
                     files[entry] = file
             except ChunkFileError as error:
                 wrong[entry] = error.bare()
@@ -148,14 +147,14 @@ class Reader:
 
     def _decoded(
         self, store: Store, files: Mapping[str, ChunkFile], homes: tuple[torch.device, ...]
-    ) -> dict[str, tuple[ChunkCache, str]]:
+    ) -> dict[str, ChunkCache]:
         """Chunks of files whose heads are what they should be; those that are damaged are taken out of the store."""
-        chunks: dict[str, tuple[ChunkCache, str]] = {}
+        chunks: dict[str, ChunkCache] = {}
         for entry, chunk in zip(files, decode_at(list(files.values()), homes) if files else (), strict=True):
             if isinstance(chunk, ChunkFileError):
                 self.discard(store, entry, chunk)
             else:
-                chunks[entry] = chunk, name_in(files[entry].header)
+                chunks[entry] = chunk
         return chunks
 
     def land(
@@ -164,8 +163,8 @@ class Reader:
         entries: Sequence[str],
         homes: tuple[torch.device, ...],
         codec: Codec | None = None,
-        accepts: Callable[[Header], bool] | None = None,
-    ) -> dict[str, tuple[ChunkCache, str]]:
+        accepts: Callable[[LevelId], bool] | None = None,
+    ) -> dict[str, ChunkCache]:
         """As `read` and `decode` together, for a store that reads into memory and layers on one device.
 
         Files are read, verified and copied to the device by several threads, each on its own, so that Python is asked
@@ -174,7 +173,7 @@ class Reader:
         landing, store = Landing(homes[0]), writer.store
         into: Any = getattr(store, "read_into", None)
 
-        def one(entry: str) -> ChunkFile | tuple[ChunkCache, str] | ChunkFileError | None:
+        def one(entry: str) -> ChunkFile | ChunkCache | ChunkFileError | None:
             try:
                 data: bytes | Tensor | None = writer.get(entry)
                 if data is None and (size := store.size(entry)) is not None:
@@ -183,12 +182,15 @@ class Reader:
                 if data is None:
                     return None
                 file = self._opener.checked(entry, data, homes[0], codec)
-                if accepts is not None and not accepts(file.header):
+                if accepts is not None and not accepts(id_in(file.header)):
                     return None
                 chunk = landing.land(file)
-                return file if chunk is None else (chunk, name_in(file.header))
+                return file if chunk is None else chunk
             except ChunkFileError as error:
                 return error.bare()
+            except Exception:  # a plug-in's, for ours never raise
+                store.stats.count("misses", "error")
+                return None
 
         with ThreadPoolExecutor(min(LANDING_THREADS, len(entries)), "blendkv-landing") as threads:
             landed = dict(zip(entries, threads.map(one, entries), strict=True))
@@ -196,9 +198,8 @@ class Reader:
             if isinstance(found, ChunkFileError):
                 self.discard(store, entry, found)
         files = {entry: found for entry, found in landed.items() if isinstance(found, ChunkFile)}
-        return {entry: found for entry, found in landed.items() if isinstance(found, tuple)} | self._decoded(
-            store, files, homes
-        )
+        chunks = {entry: found for entry, found in landed.items() if isinstance(found, ChunkCache)}
+        return chunks | self._decoded(store, files, homes)
 
     def discard(self, store: Store, entry: str, error: ChunkFileError) -> None:
         """Takes a wrong entry out of use, and counts it; what only cannot be read here stays."""

@@ -12,15 +12,15 @@ import torch
 
 from blendkv.chunk import ChunkCache
 from blendkv.codecs import Codec, Profiles, get_codec
-from blendkv.container import Header
 from blendkv.container.seals import check_secret
+from blendkv.levelkeys import LevelId, id_in
 from blendkv.stores.backlog import Backlog
 from blendkv.stores.base import Store
 from blendkv.stores.coding import Coding
 from blendkv.stores.deadline import Budget
 from blendkv.stores.filing import Filing, Form
 from blendkv.stores.opening import Opener
-from blendkv.stores.pool import Fetched, Pool, decode_at
+from blendkv.stores.pool import Encoded, Fetched, Pool, decode_at
 from blendkv.stores.reading import Reader, TieredStats, lands
 from blendkv.stores.writing import DEFAULT_QUEUE_BYTES, EXIT_SECONDS, Writer
 
@@ -146,10 +146,17 @@ class TieredStore:
         asked = {key: form for key, form in wanted.items() if form.main or form.entry in self.pool}
         got = self.pool.fetch([form.entry for form in asked.values()])
         return {
-            key: Fetched(one.chunk, one.tier, "" if form.main else form.level)
+            key: Fetched(one.chunk, one.tier, form.unless(one.chunk))
             for (key, form), one in zip(asked.items(), got, strict=True)
             if one.chunk is not None
         }
+
+    def held(self, form: Form) -> LevelId | None:
+        """What memory has under the entry of a form, which another codec may have written; None: nothing."""
+        entry = self.pool.peek(form.entry)
+        if entry is None:
+            return None
+        return id_in(entry.file.header) if isinstance(entry, Encoded) else form.id_of(entry)
 
     def take(
         self,
@@ -157,7 +164,7 @@ class TieredStore:
         wanted: Mapping[str, Form],
         homes: Sequence[torch.device] = (),
         budget: Budget | None = None,
-        accepts: Callable[[Header], bool] | None = None,
+        accepts: Callable[[LevelId], bool] | None = None,
     ) -> dict[str, Fetched]:
         """Chunks from one store, which memory and nearer stores then have too.
 
@@ -166,7 +173,7 @@ class TieredStore:
             wanted: by key of the chunk, the form in which it is asked for.
             homes: where each layer is wanted; the CPU if that is left open.
             budget: how long a store that is not local may be waited for.
-            accepts: whether a file of such a head may be used; None: any.
+            accepts: whether a file of such a level may be used; None: any.
 
         Returns:
             Those that it has and that are what their keys say, by key of the chunk.
@@ -178,7 +185,7 @@ class TieredStore:
             by_codec.setdefault(None if form.main else form.codec, []).append(form.entry)
         to_card = lands(store, homes) and not level and self.pool.codec is None  # else somebody wants the bytes
         data = {} if to_card else self._reader.read(writer, [form.entry for form in wanted.values()], budget)
-        chunks: dict[str, tuple[ChunkCache, str]] = {}
+        chunks: dict[str, ChunkCache] = {}
         for codec, entries in by_codec.items():
             if to_card:
                 chunks |= self._reader.land(writer, entries, homes, codec, accepts)
@@ -187,8 +194,8 @@ class TieredStore:
                 chunks |= self._reader.decode(store, those, homes, codec, accepts)
         for key, form in wanted.items():
             if form.entry in chunks:
-                chunk, name = chunks[form.entry]
-                found[key] = Fetched(chunk, store.url, form.unless(name))
+                chunk = chunks[form.entry]
+                found[key] = Fetched(chunk, store.url, form.unless(chunk))
                 self.keep(level, form.entry, chunk, data.get(form.entry))
         return found
 

@@ -94,6 +94,23 @@ def test_the_ratio_is_the_largest_that_loading_hides():
         assert decision.compute_s <= decision.load_s == decision.ttft_s
 
 
+def test_what_is_left_out_takes_no_time_to_load():
+    """The more is recomputed, the less is loaded: against a search of all ratios."""
+    rate = 9e6
+    controller, those = Controller(costs(rate), text=False), offers()
+
+    def load(ratio):
+        return 0.002 + sum(offer.nbytes for offer in those) * (1 - ratio) / rate
+
+    whole = controller.decide(SHAPE, those, 40, schedule, True)
+    decision = controller.decide(SHAPE, those, 40, schedule, True, kept=lambda offer, ratio: 1 - ratio)
+    hidden = [r / 1000 for r in range(150, 1001) if seconds(r / 1000) <= MARGIN * load(r / 1000)]
+    assert max(hidden) - 0.015 <= decision.ratio <= max(hidden)
+    assert 0.15 < decision.ratio < whole.ratio
+    assert decision.load_s == decision.ttft_s == pytest.approx(load(decision.ratio))
+    assert set(decision.chosen.values()) == set(those)  # as they were offered
+
+
 def test_what_takes_longer_to_load_than_to_compute_is_computed_from_text():
     slow = decide(1e5)
     assert len(slow.text) == 6
@@ -368,6 +385,26 @@ def test_through_a_library(attached):
     assert sum(map(len, missing)) > 1000
     _, want = answer(model, inputs["input_ids"], attention_mask=inputs["attention_mask"])
     assert (logits - want).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("selector", ["boundary", "hkvd"])
+def test_predicted_is_what_is_waited_for(attached, selector):
+    """Of a selector that knows its tokens ahead without what the prompt leaves out."""
+    from tests.cases.stored import library
+
+    model, documents = attached("llama"), [" ".join(f"word{n + 100 * i}" for n in range(60)) for i in range(3)]
+    store = DictStore(local=True)
+    with library(model, TieredStore(Pool(), store)) as writer:
+        writer(documents, "why?")
+    controller = Controller(costs(1e12), floor=0.3, most=0.3, text=False)
+    kv = library(model, TieredStore(Pool(), store), selector=selector, controller=controller)
+    kv.pipeline.whole_bytes, kv.pipeline.least_gap = 0, 1
+    kv(["x"], "y")  # the controller finds that these costs are of no machine, and notes this one
+    controller.costs.compute, controller.costs.sources = COMPUTE, {store.url: SourceCosts(0.0, 1e6)}
+    loading = kv(documents, "why?").report.loading
+    nbytes = sum(store.size(key) for key in loading.levels)
+    assert (loading.left_out_bytes > nbytes / 4) == (selector == "boundary")
+    assert loading.decision.load_s * 1e6 == pytest.approx(nbytes - loading.left_out_bytes, rel=0.03)
 
 
 @pytest.mark.parametrize(("floor", "recompute_ratio", "first"), [(0.0, 0.15, 0), (0.2, 0.0, 1)])

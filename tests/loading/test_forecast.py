@@ -11,7 +11,7 @@ import torch
 from blendkv import BlendedCache, MissingChunk
 from blendkv.chunkfile import ChunkFile, encode_chunk
 from blendkv.codecs import get_codec
-from blendkv.loading.sparing import Sparing, gaps, tokens_of
+from blendkv.loading.sparing import Sparing, gaps, share_read, tokens_of
 from blendkv.plan import plan_row
 from blendkv.selectors import get_selector
 from tests.chunks import make_chunk
@@ -130,6 +130,40 @@ def test_gaps_are_those_of_loops(seed):
         assert gaps(file, spare, least) == want
         for those in want.values():
             assert tokens_of(file, frozenset(those)).sum() == sum(min(size, count - g * size) for g in those)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_will_be_left_out_is_foreseen_without_a_file(seed):
+    """Exactly for raw, whose tokens and layers have as many bytes each; nearly for others."""
+    draw, numbers = random.Random(seed), np.random.default_rng(seed)
+    name = draw.choice(["raw", "klt", "cachegen"])
+    codec = get_codec(name) if name == "raw" else get_codec(name, profile=profile_of(name))
+    count = draw.choice([31, 64, 300, 900])
+    chunk = chunk_of(SMALL, count)
+    with ChunkFile(encode_chunk(chunk, codec), codec=codec) as file:
+        size = file.header.arrangement.group_tokens
+        spare = np.repeat(numbers.random((3, -(-count // size))) < 0.6, size, axis=1)[:, :count]
+        nbytes, left = int(file.sizes.sum()), 0
+        for unit, groups in gaps(file, spare, 1).items():
+            left += int(file.sizes[:, unit][..., list(groups)].sum())
+        found = share_read(codec, file.header.layers, file.header.dtype, nbytes, spare, 1)
+        assert found == pytest.approx(1 - left / nbytes, abs=1e-9 if name == "raw" and count % 4 == 0 else 0.1)
+        assert share_read(codec, file.header.layers, file.header.dtype, nbytes, spare, nbytes + 1) == 1.0
+
+
+@pytest.mark.parametrize("selector", ["boundary", "every-5", "hkvd", "stored-asked"])
+def test_at_another_ratio_and_before_anything_is_found(selector):
+    chunks = [make_chunk(tokens=40 + n, seed=n) for n in range(3)]
+    ids = [7, *(token for chunk in chunks for token in chunk.ids.tolist()), *range(9)]
+    pieces = {chunk.key: (chunk.ids.tolist(), ()) for chunk in chunks}
+    options, found = {"selector": selector, "recompute_ratio": 0.1}, {chunk.key: chunk for chunk in chunks}
+    ahead = Sparing(ids, pieces, options, 3)
+    for ratio in (0.0, 0.3, 1.0):
+        got, want = ahead.at(ratio), Sparing(ids, pieces, options | {"recompute_ratio": ratio}, 3)(found)
+        if selector == "stored-asked":
+            want = {}  # scores are in files
+        assert got.keys() == want.keys()
+        assert all((got[key] == want[key]).all() for key in want)
 
 
 def test_the_table_of_the_guide():

@@ -15,7 +15,7 @@ from blendkv.bench.throttle import Fault, ThrottledStore
 from blendkv.calibrating import calibrate
 from blendkv.chunkfile import decode_chunk, encode_chunk
 from blendkv.codecs import get_codec
-from blendkv.levelkeys import level_key
+from blendkv.levelkeys import id_of, level_key, name_of
 from blendkv.loading.controller import Controller
 from blendkv.loading.costs import ComputeCosts, Costs, SourceCosts, machine
 from blendkv.stores import TieredStore
@@ -45,13 +45,14 @@ def setting():
     return model, codecs, dict(store.entries), {chunk.key: chunk for chunk in chunks}
 
 
-def costs_of(model, rates, compute=1e9):
+def costs_of(setting, rates, compute=1e9):
+    model, codecs, *_ = setting
     return Costs(
         ComputeCosts(0.0, compute, compute),
         {url: SourceCosts(0.0, rate) for url, rate in rates.items()},
         machine=machine(torch.device("cpu")),
         fingerprint=attachment_of(model).facts.fingerprint,
-        losses=dict(LOSSES),
+        losses={str(id_of(codec)): LOSSES[name_of(codec)] for codec in codecs},
     )
 
 
@@ -74,7 +75,7 @@ def opened(setting, *stores, known=None, whole_bytes=0, **options):
         model,
         TieredStore(Pool(), *stores, levels=codecs),
         namespace="n",
-        controller=Controller(known or costs_of(model, {store.url: 1e12 for store in stores}), **options),
+        controller=Controller(known or costs_of(setting, {store.url: 1e12 for store in stores}), **options),
         deadline_s=LONG,
     )
     kv.pipeline.whole_bytes = whole_bytes
@@ -114,9 +115,8 @@ def assert_answer_of(setting, kv, inputs, logits, levels):
 @pytest.mark.parametrize("whole_bytes", [0, 1 << 30])
 @pytest.mark.parametrize("rate", [1e12, 1e6, 1e5, 1e4])
 def test_what_was_chosen_is_what_is_blended(setting, rate, whole_bytes):
-    model = setting[0]
     store = store_of(setting)
-    kv = opened(setting, store, known=costs_of(model, {store.url: rate}, 1e8), whole_bytes=whole_bytes, text=False)
+    kv = opened(setting, store, known=costs_of(setting, {store.url: rate}, 1e8), whole_bytes=whole_bytes, text=False)
     inputs, logits = ask(kv)
     decision = inputs.report.loading.decision
     used = levels_used(inputs)
@@ -156,7 +156,7 @@ def test_where_a_controller_raises_chunks_come_as_without_one_and_no_lossier_tha
     far = store_of(setting, name="far")
     for farther, levels in (([far], ["raw"] * 3), ([], ["text"] * 3)):
         stores = [store_of(setting, ("klt@8",), "near", local=True), *farther]
-        tiers, known = TieredStore(Pool(), *stores, levels=codecs), costs_of(model, {})
+        tiers, known = TieredStore(Pool(), *stores, levels=codecs), costs_of(setting, {})
         kv = library(model, tiers, namespace="n", controller=kind(known, max_kl=0.1), deadline_s=LONG)
         inputs, logits = ask(kv)
         assert levels_used(inputs) == levels
@@ -185,6 +185,71 @@ def test_an_entry_that_another_codec_wrote_is_told_apart(setting, how):
         assert other.url in inputs.report.loaded
 
 
+@pytest.mark.parametrize("target_s", [None, LONG])
+@pytest.mark.parametrize("encoded", [False, True])
+def test_memory_knows_what_another_codec_wrote(setting, encoded, target_s):
+    """A library without codec over a far store that was filled with one; what is fetched ahead is no less lossy."""
+    model, codecs, _, chunks = setting
+    far, near = DictStore("far"), DictStore("near")
+    with library(model, TieredStore(Pool(), far, codec=codecs[2], write="through"), namespace="n") as kv:
+        kv(DOCUMENTS, "why?")
+    known = costs_of(setting, {far.url: 1e12, near.url: 1e12})
+    pool = Pool(codec=codecs[0]) if encoded else Pool()
+    tiers = TieredStore(pool, near, far, codec="raw", levels=codecs[:2])
+    controller = Controller(known, target_s=target_s, text=False)
+    kv = library(model, tiers, namespace="n", controller=controller, deadline_s=LONG)
+    kv(DOCUMENTS, "why?")  # the template's head
+    pool.clear()
+    assert kv.prefetch(DOCUMENTS).loaded == {near.url: sum(map(len, chunks.values()))}
+    assert set(kv.keys(DOCUMENTS)) <= set(pool.keys())
+    inputs, logits = ask(kv)
+    assert levels_used(inputs) == ["klt@8"] * 3
+    assert inputs.report.loaded["memory"] == sum(map(len, chunks.values()))
+    assert inputs.report.loading.decision.kl > 0.5
+    assert_answer_of(setting, kv, inputs, logits, ["klt@8"] * 3)
+    controller.max_kl = 0.1
+    inputs, _ = ask(kv)
+    assert set(levels_used(inputs)) <= {"text"}
+    used = {chunk.key: chunk for chunk in inputs.cache.chunks[0]}
+    assert all((used[key].keys[1] - one.keys[1]).abs().max() < 1e-4 for key, one in chunks.items())
+
+
+@pytest.mark.parametrize("target_s", [None, 60.0])
+def test_levels_of_two_profiles_have_one_name_and_losses_of_their_own(setting, target_s):
+    model, codecs, _, chunks = setting
+    passages = [Passage(tokens(48, seed).tolist(), ()) for seed in range(4, 8)]
+    profile = calibrate(model, passages, ["klt"], continuation=16, progress=False)["klt"]
+    other = get_codec("klt", level=4, profile=profile)
+    both, store = [other, codecs[1]], DictStore()
+    with library(model, TieredStore(Pool(), store, codec=codecs[2], levels=both, write="through"), namespace="n") as kv:
+        kv(DOCUMENTS, "why?")
+    for good, bad in (both, both[::-1]):
+        known = costs_of(setting, {store.url: 1e12}, compute=1e8 / 12)  # so slow that text is no way
+        known.losses = {str(id_of(good)): 0.07, str(id_of(bad)): 0.7, str(id_of(codecs[2])): 0.8}
+        controller = Controller(known, target_s=target_s, text=False, max_kl=0.1)
+        tiers = TieredStore(Pool(), store, codec=codecs[2], levels=both)
+        inputs, _ = ask(library(model, tiers, namespace="n", controller=controller, deadline_s=LONG))
+        assert levels_used(inputs) == ["klt@4"] * 3
+        assert inputs.report.loading.decision.kl == pytest.approx(0.07)
+        used = {chunk.key: chunk for chunk in inputs.cache.chunks[0]}
+        assert {used[key].coded for key in chunks} == {id_of(good)}
+
+
+def test_what_a_lossy_library_has_in_memory_as_it_was_computed_loses_nothing(setting):
+    model, codecs, *_ = setting
+    store = DictStore()
+    with library(model, TieredStore(Pool(), store, codec=codecs[2], write="through"), namespace="n") as kv:
+        kv(DOCUMENTS, "why?")
+    controller = Controller(costs_of(setting, {store.url: 1e12}), target_s=LONG, max_kl=0.1)
+    kv = library(model, TieredStore(Pool(), store, codec=codecs[2]), namespace="n", controller=controller)
+    assert levels_used(ask(kv)[0]) == ["text"] * 3
+    for controller.target_s in (LONG, None):
+        inputs, _ = ask(kv)
+        assert levels_used(inputs) == ["raw"] * 3
+        assert inputs.report.loading.decision.kl == 0
+        assert list(inputs.report.loaded) == ["memory"]
+
+
 def test_what_a_target_has_computed_is_no_hit_and_is_in_memory_once(setting):
     _, codecs, *_ = setting
     store = store_of(setting, ("klt@8",))
@@ -201,17 +266,17 @@ def test_what_a_target_has_computed_is_no_hit_and_is_in_memory_once(setting):
 
 
 def test_a_slower_link_gives_coarser_levels(setting):
-    model, seen = setting[0], []
+    seen = []
     for rate in (1e12, 1e6, 1e5, 1e4):
         store = store_of(setting)
-        kv = opened(setting, store, known=costs_of(model, {store.url: rate}, 1e8), text=False)
+        kv = opened(setting, store, known=costs_of(setting, {store.url: rate}, 1e8), text=False)
         seen.append(max(LOSSES.get(level, 0.0) for level in levels_used(ask(kv)[0])))
     assert seen == sorted(seen)
     assert (seen[0], seen[-1]) == (0.0, 0.6)
     store = store_of(setting)
-    bounded = opened(setting, store, known=costs_of(model, {store.url: 1e4}, 1e8), text=False, max_kl=0.1)
+    bounded = opened(setting, store, known=costs_of(setting, {store.url: 1e4}, 1e8), text=False, max_kl=0.1)
     assert max(LOSSES.get(level, 0.0) for level in levels_used(ask(bounded)[0])) == 0.07
-    text = opened(setting, store, known=costs_of(model, {store.url: 10.0}, 1e12))
+    text = opened(setting, store, known=costs_of(setting, {store.url: 10.0}, 1e12))
     inputs, _ = ask(text)
     assert set(inputs.report.loading.decision.levels[2:]) == {"text"}
     assert inputs.report.misses["text"] > 0
@@ -285,7 +350,6 @@ def test_damage_behind_the_head_is_computed_and_put_away_and_the_next_prompt_use
 
 
 def test_a_farther_store_is_used_for_what_it_has_and_if_it_is_known_to_be_faster(setting):
-    model = setting[0]
     near = store_of(setting, only=("klt@8",), name="near", local=True)
     far = store_of(setting, name="far")
     kv = opened(setting, near, far)
@@ -296,15 +360,14 @@ def test_a_farther_store_is_used_for_what_it_has_and_if_it_is_known_to_be_faster
 
     for rate, url in ((1e13, "far://"), (1e3, "near://")):
         near, far = store_of(setting, name="near", local=True), store_of(setting, name="far")
-        kv = opened(setting, near, far, known=costs_of(model, {"near://": 1e6, "far://": rate}, 1e8))
+        kv = opened(setting, near, far, known=costs_of(setting, {"near://": 1e6, "far://": rate}, 1e8))
         inputs, _ = ask(kv)
         assert max(inputs.report.loaded, key=inputs.report.loaded.get) == url
 
 
 def test_memory_keeps_the_level_and_is_improved_when_that_costs_nothing(setting):
-    model = setting[0]
     store = store_of(setting)
-    known = costs_of(model, {store.url: 1e4}, 1e8)
+    known = costs_of(setting, {store.url: 1e4}, 1e8)
     kv = opened(setting, store, known=known, text=False)
     assert "klt@8" in levels_used(ask(kv)[0])
     known.sources[store.url] = SourceCosts(0.0, 1e4)
@@ -322,7 +385,7 @@ def test_memory_keeps_the_level_and_is_improved_when_that_costs_nothing(setting)
 
 def timely(setting, store, rate, target_s, compute=1e8, **options):
     """A library with a target; predicted seconds of computing are what `compute` FLOPs a second say."""
-    known = costs_of(setting[0], {store.url: rate} if rate else {}, compute)
+    known = costs_of(setting, {store.url: rate} if rate else {}, compute)
     return opened(setting, store, known=known, target_s=target_s, **options)
 
 

@@ -11,6 +11,7 @@ from blendkv.calibrating import calibrate
 from blendkv.chunkfile import decode_chunk, encode_chunk
 from blendkv.cli import main
 from blendkv.codecs import get_codec
+from blendkv.levelkeys import id_of
 from blendkv.loading.costs import Costs
 from blendkv.loading.losses import measure_losses
 from blendkv.passages import read_passages
@@ -32,8 +33,8 @@ def test_coarser_levels_lose_more_and_exact_ones_are_not_measured(setting):
     model, profile = setting
     codecs = [get_codec("raw"), *(get_codec("klt", level=level, profile=profile) for level in (-8, 4, 16))]
     found = measure_losses(model, byte_tokenizer(), codecs, context=96, continuation=32, trials=2)
-    assert list(found) == ["klt@-8", "klt@4", "klt@16"]
-    assert 0 <= found["klt@-8"] < found["klt@4"] < found["klt@16"]
+    assert list(found) == [f"klt@{level}:{profile.hash}" for level in (-8, 4, 16)]
+    assert 0 <= found[str(id_of(codecs[1]))] < found[str(id_of(codecs[2]))] < found[str(id_of(codecs[3]))]
     assert measure_losses(model, byte_tokenizer(), codecs[:1]) == {}
 
 
@@ -50,7 +51,21 @@ def test_a_loss_is_the_divergence_of_the_next_tokens(setting):
         pair.append(log_likelihood(model, torch.tensor(ids[96:]), list(zip(*states, strict=True))))
     want = float((pair[0].exp() * (pair[0] - pair[1])).sum(-1).mean())
     got = measure_losses(model, byte_tokenizer(), [codec], context=96, continuation=32, trials=1)
-    assert got == {"klt@8": pytest.approx(want, rel=1e-4)}
+    assert got == {f"klt@8:{profile.hash}": pytest.approx(want, rel=1e-4)}
+
+
+def test_each_profile_of_a_codec_has_a_loss_of_its_own(setting):
+    model, profile = setting
+    passages = [Passage(tokens(48, seed).tolist(), ()) for seed in range(4, 8)]
+    other = calibrate(model, passages, ["klt"], continuation=16, progress=False)["klt"]
+    codecs = [get_codec("klt", level=8, profile=each) for each in (profile, other)]
+    found = measure_losses(model, byte_tokenizer(), codecs, context=96, continuation=32, trials=1)
+    assert [(level, kl) for codec in codecs for level, kl in _alone(model, codec).items()] == list(found.items())
+    assert len(set(found.values())) == 2
+
+
+def _alone(model, codec):
+    return measure_losses(model, byte_tokenizer(), [codec], context=96, continuation=32, trials=1)
 
 
 def test_calibrating_keeps_what_levels_lose(setting, tmp_path, monkeypatch):
@@ -63,11 +78,23 @@ def test_calibrating_keeps_what_levels_lose(setting, tmp_path, monkeypatch):
     said = json.loads(found.stdout)
     costs = Costs.read(tmp_path / "c.json")
     assert said["losses"] == costs.losses
-    assert 0 <= costs.losses["klt@0"] < costs.losses["klt@8"]
+    assert 0 <= costs.losses[f"klt@0:{profile.hash}"] < costs.losses[f"klt@8:{profile.hash}"]
+    found = CliRunner().invoke(main, ["calibrate", "t", *options, "--levels", "klt@0"], env={"COLUMNS": "200"})
+    assert f"lost by klt@0, profile {profile.hash[:8]}" in found.stdout
     assert set(costs.decoding) == {"raw", "klt"}
     kept = json.loads((tmp_path / "c.json").read_text())  # a rate without end is null in `said`
     (tmp_path / "old.json").write_text(json.dumps({k: v for k, v in kept.items() if k != "losses"}))
     assert Costs.read(tmp_path / "old.json").losses == {}
+    old = kept | {"version": 1, "losses": {"klt@0": 0.01}}  # of whatever profile
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    costs = Costs.read(tmp_path / "old.json")
+    assert (costs.losses, set(costs.decoding)) == ({}, {"raw", "klt"})
+    assert ["run `blendkv calibrate --levels` again" in note for note in costs.notes] == [True]
+    (tmp_path / "old.json").write_text(json.dumps(old | {"losses": {}}))
+    assert not Costs.read(tmp_path / "old.json").notes
+    (tmp_path / "old.json").write_text(json.dumps(old | {"version": 3}))
+    with pytest.raises(ValueError, match="version 3"):
+        Costs.read(tmp_path / "old.json")
     wrong = json.loads((tmp_path / "c.json").read_text()) | {"losses": {"klt@0": -1.0}}
     (tmp_path / "wrong.json").write_text(json.dumps(wrong))
     with pytest.raises(ValueError, match="is no calibration"):

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from functools import partial
 
 import pytest
 
@@ -222,7 +223,7 @@ def test_the_rule_is_what_a_search_of_bounds_counts_and_ratios_finds(text):
         good = [plan for plan in plans if max(plan[2:4]) <= goal]
         good = [plan for plan in good if plan[1] == 0] or good
         bound, count, load, took, given = min(good, key=lambda plan: (plan[0], max(plan[2:4])))
-        plan = best_plan(known, choices, loss, lambda n: computing(those, n), text, {})  # noqa: B023
+        plan = best_plan(partial(Load, known), choices, loss, lambda n: computing(those, n), text, {})  # noqa: B023
         assert len(plan.text) == count
         assert plan.compute_s == pytest.approx(took)
         assert load - 1e-12 <= plan.load_s <= max(goal, load) + 1e-12
@@ -247,7 +248,7 @@ def test_no_choice_of_a_tier_and_level_for_each_chunk_is_much_better():
             for loads in itertools.product(*(choices[key] for key in keys)):
                 seconds = max(load_of(known, loads), computing(those, given))
                 outcomes.append((seconds, count, sum(loss(offer) * offer.tokens for offer in loads) / total))
-        plan = best_plan(known, choices, loss, lambda n: computing(those, n), True, {})  # noqa: B023
+        plan = best_plan(partial(Load, known), choices, loss, lambda n: computing(those, n), True, {})  # noqa: B023
         mine = sum(loss(offer) * offer.tokens for offer in plan.loads.values()) / total
         alike = [
             lost for seconds, count, lost in outcomes if seconds <= plan.seconds + 1e-12 and count <= len(plan.text)

@@ -258,3 +258,32 @@ def test_a_child_process_makes_its_own():
 def test_no_slots():
     with pytest.raises(ValueError, match="at least 1"):
         TransferScheduler(0)
+
+
+class Thing:
+    """Something that work holds."""
+
+
+@pytest.mark.parametrize("how", ["done", "failed", "taken back"])
+def test_work_that_is_over_lets_go_at_once_of_what_it_held(scheduler, how):
+    """Without the garbage collector: of a prompt that is all its chunks."""
+    gate, held = Gate(scheduler, 3 if how == "taken back" else 0), [Thing(), Thing()]
+
+    def work(thing):
+        if how == "failed":
+            raise ValueError(how) from None
+        return thing
+
+    known = [weakref.ref(thing) for thing in held]
+    gc.disable()
+    try:
+        futures = [scheduler.submit("x", work, thing) for thing in held]
+        held.clear()
+        if how == "taken back":
+            assert scheduler.cancel("x") == 2
+        wait(futures, 20)
+        del futures
+        until(lambda: not any(thing() for thing in known))
+    finally:
+        gc.enable()
+        gate.open.set()

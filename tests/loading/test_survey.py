@@ -4,7 +4,7 @@ import pytest
 
 from blendkv import Pool
 from blendkv.codecs import get_codec
-from blendkv.levelkeys import level_key
+from blendkv.levelkeys import id_of, level_key
 from blendkv.loading.scheduler import TransferScheduler
 from blendkv.loading.survey import MEMORY, everywhere, survey
 from blendkv.stores import Budget, TieredStore
@@ -42,6 +42,23 @@ def surveyed(tiers, keys=KEYS, budget=None, asks=lambda tier, count: True, prefe
         return survey(tiers, lambda tier: lane, keys, budget, asks, prefers)
     finally:
         scheduler.close()
+
+
+def test_stores_are_asked_where_what_memory_has_may_not_be_used():
+    """Its own entry may be another codec's."""
+    far = Asked("far")
+    TieredStore(far, codec=KLT[1], levels=KLT[:1], write="through").put_many(CHUNKS[:1])
+    tiers = TieredStore(far, codec="raw", levels=KLT[:1])
+    assert tiers.get(KEYS[0]) is not None
+    far.asked.clear()
+    for accepts in (lambda level: True, lambda level: level.level < 8):
+        scheduler = TransferScheduler(2)
+        there = survey(tiers, scheduler.lane(), KEYS[:1], None, lambda *_: True, lambda *_: False, accepts=accepts)
+        scheduler.close()
+        near, *others = there[KEYS[0]]
+        assert (near.tier, near.form.level, near.level) == (MEMORY, "raw", id_of(KLT[1]))
+        assert [place.form.level for place in others] == ([] if not far.asked else ["raw", "klt@0"])
+    assert far.asked
 
 
 def told(there):

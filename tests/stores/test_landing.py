@@ -107,6 +107,15 @@ def test_sealed_files_are_opened_with_their_secret_alone(way, tmp_path):
     assert tiers.stats.reasons == {"authentication": 1}
 
 
+def test_a_store_that_raises_has_nothing(tmp_path, monkeypatch):
+    chunk = make_chunk(40, 3, 8, 64)
+    tiers = filled(tmp_path, [chunk])
+    monkeypatch.setattr(tiered, "lands", lambda store, homes: True)
+    monkeypatch.setattr(tiers.stores[0], "read_into", lambda *args: 1 / 0)
+    assert tiers.get(chunk.key) is None
+    assert tiers.stores[0].stats.faults["error"] == 1
+
+
 class Plain:
     local = True
 
