@@ -692,12 +692,13 @@ def test_keys_that_outlive_their_chunk_come_all_the_same(attached, waits):
 def test_layers_are_no_longer_sent_for_once_nobody_has_chunk_keys_or_values(attached):
     _, exact = exact_case(attached("llama"))
     store, _, pipeline = stored(exact)
-    pipeline._scheduler, pipeline.ahead, free = TransferScheduler(1), 1, threading.Event()
+    scheduler, free = TransferScheduler(1), threading.Event()
+    pipeline._scheduler, pipeline.ahead = scheduler, 1
     store.gate = lambda key, start, data: data if free.wait(60) else None
     chunks = fetched(pipeline, exact)
     parts = [chunk.keys for chunk in chunks[1:]] + [chunk.values for chunk in chunks[:2]]
     arrival = parts[0]._arrival
-    until(lambda: pipeline.scheduler.state.running == 1)
+    until(lambda: scheduler.state.running == 1)
     gc.disable()  # it is not waited for
     try:
         del chunks[0], chunks[:], parts[1:]
@@ -707,7 +708,7 @@ def test_layers_are_no_longer_sent_for_once_nobody_has_chunk_keys_or_values(atta
     finally:
         gc.enable()
         free.set()
-    until(lambda: pipeline.scheduler.state.running == pipeline.scheduler.state.waiting == 0)
+    until(lambda: scheduler.state.running == scheduler.state.waiting == 0)
     assert len(store.reads) == 1
 
 

@@ -35,11 +35,13 @@ class Asked(DictStore):
         return super().size(key)
 
 
-def surveyed(tiers, keys=KEYS, budget=None, asks=lambda tier, count: True, prefers=lambda farther, nearer: False):
+def surveyed(
+    tiers, keys=KEYS, budget=None, asks=lambda tier, count: True, prefers=lambda farther, nearer: False, **more
+):
     scheduler = TransferScheduler(2)
     try:
         lane = scheduler.lane()
-        return survey(tiers, lambda tier: lane, keys, budget, asks, prefers)
+        return survey(tiers, lambda tier: lane, keys, budget, asks, prefers, **more)
     finally:
         scheduler.close()
 
@@ -52,10 +54,7 @@ def test_stores_are_asked_where_what_memory_has_may_not_be_used():
     assert tiers.get(KEYS[0]) is not None
     far.asked.clear()
     for accepts in (lambda level: True, lambda level: level.level < 8):
-        scheduler = TransferScheduler(2)
-        there = survey(tiers, scheduler.lane(), KEYS[:1], None, lambda *_: True, lambda *_: False, accepts=accepts)
-        scheduler.close()
-        near, *others = there[KEYS[0]]
+        near, *others = surveyed(tiers, KEYS[:1], accepts=accepts)[KEYS[0]]
         assert (near.tier, near.form.level, near.level) == (MEMORY, "raw", id_of(KLT[1]))
         assert [place.form.level for place in others] == ([] if not far.asked else ["raw", "klt@0"])
     assert far.asked
