@@ -98,7 +98,9 @@ class Supply:
             known = {key: (piece.ids, before) for key, (piece, before) in pieces.items()}
             spare = Sparing(ids, known, options, len(attachment.facts.rotations), computes, report.notes)
             if self.controller is not None:
-                settings = selector, options, report, spare, self.pipeline.least_gap
+                pipeline, homes = self.pipeline, attachment.homes
+                comes_first = lambda place: pipeline.comes_first(place, homes)  # noqa: E731
+                settings = selector, options, report, spare, pipeline.least_gap, comes_first
                 guided = Guided(self.controller, attachment, len(ids), counts, *settings)
                 if guided.target_s is not None:
                     compute = partial(self._computed_now, pieces, report)

@@ -162,11 +162,11 @@ class Controller:
         def seconds(ratio: float, from_text: int) -> float:
             return compute.seconds(shape, total - from_text, computed + from_text, schedule(ratio), probe)
 
-        def loading(loads: Mapping[str, Offer], ratio: float) -> float:
+        def loading(ratio: float) -> Load:
             load = Load(costs, lambda offer: kept(offer, ratio))
-            for offer in loads.values():
+            for offer in plan.loads.values():
                 load.add(offer)
-            return load.seconds
+            return load
 
         empty = partial(Load, costs, lambda offer: kept(offer, self.floor))
         plan = best_plan(empty, choices, loss, lambda count: seconds(self.floor, count), self.text, must)
@@ -177,17 +177,17 @@ class Controller:
             plan.loads = {far[0]: min(tells, key=lambda offer: (offer.nbytes, loss(offer)))}
             del plan.text[far[0]]
         from_text = sum(plan.text.values())
-        ratio = self._hidden(lambda ratio: seconds(ratio, from_text), partial(loading, plan.loads))
-        load, took = loading(plan.loads, ratio), seconds(ratio, from_text)
+        ratio = self._hidden(lambda ratio: seconds(ratio, from_text), lambda ratio: loading(ratio).beside)
+        load, took = loading(ratio), seconds(ratio, from_text)
         return Decision(
             ratio,
             frozenset(plan.text),
             plan.loads,
             tuple(plan.loads[key].name if key in plan.loads else TEXT for key in tokens),
             _mean_kl(plan.loads, tokens, costs),
-            load,
+            load.seconds,
             took,
-            max(load, took),
+            load.until(took),
             why=_words(ratio, self.floor, load, took, len(plan.text), len(far) + len(must)),
         )
 
@@ -285,10 +285,11 @@ def _mean_kl(loads: Mapping[str, Offer], tokens: Mapping[str, int], costs: Costs
     return lost / max(1, sum(tokens.values()))
 
 
-def _words(ratio: float, floor: float, load: float, took: float, given: int, far: int) -> str:
+def _words(ratio: float, floor: float, load: Load, took: float, given: int, far: int) -> str:
     if not far:
         return "all chunks are in memory: the smallest ratio"
-    said = f"loading is predicted to take {load:.3g} s and computing {took:.3g} s"
+    first = f", {load.before:.3g} s of it before anything is computed," if load.before else ""
+    said = f"loading is predicted to take {load.seconds:.3g} s{first} and computing {took:.3g} s"
     if given:
         said += f"; {given} of {far} chunks are computed from text, which is faster or better than loading them"
     return said + ("; loading hides more than the smallest ratio" if ratio > floor else "")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ class Guided:
         report: of the prompt.
         sparing: says what will not be read at a ratio, and is not loaded then; None: all is loaded.
         least_gap: see `sparing.LEAST_GAP`.
+        first: whether what lies somewhere is read before anything is computed.
     """
 
     def __init__(
@@ -48,10 +50,11 @@ class Guided:
         report: BlendReport,
         sparing: Sparing | None = None,
         least_gap: int = LEAST_GAP,
+        first: Callable[[Place], bool] = lambda place: False,
     ) -> None:
         self._controller, self._attachment, self._tokens, self._chunks = controller, attachment, tokens, chunks
         self._selector, self._options, self._report = selector, options, report
-        self._sparing, self._least_gap = sparing, least_gap
+        self._sparing, self._least_gap, self._first = sparing, least_gap, first
         self._spared: dict[float, Mapping[str, np.ndarray]] = {}
         self._shares: dict[tuple, float] = {}
         facts, weight = attachment.facts, next(attachment.model.parameters())
@@ -137,7 +140,9 @@ class Guided:
     def offer(self, key: str, place: Place) -> Offer:
         """A place as the controller sees it."""
         count = self._chunks[key]
-        return _offer(place.level, key, count, place.nbytes or 0, count * self._token_bytes, place.url)
+        first = bool(place.url) and self._first(place)
+        offer = _offer(place.level, key, count, place.nbytes or 0, count * self._token_bytes, place.url)
+        return replace(offer, first=first)
 
     def schedule(self, ratio: float) -> Mapping[int, float]:
         """What a ratio means."""

@@ -6,6 +6,7 @@ the process's transfer slots for it in the order in which layers are computed.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from blendkv.codecs.klt import KLT
 from blendkv.errors import ChunkFileError
 from blendkv.expanding import for_kernels
 from blendkv.levelkeys import id_in
@@ -81,6 +83,14 @@ class Pipeline:
             return lambda tier: lane
         sources = ["" if getattr(store, "local", False) else store.url for store in self.tiers.stores]
         return cache(lambda tier: shared_scheduler(sources[tier]).lane())
+
+    def comes_first(self, place: Place, homes: Sequence[torch.device]) -> bool:
+        """Whether what lies in a store is read before anything is computed, for layers that are wanted there.
+
+        That is so for all files of a local store (`at_once`), and for those that a GPU's kernels decode, many at once.
+        """
+        decoded = isinstance(place.form.codec, KLT) and all(home.type == "cuda" for home in homes)
+        return decoded or at_once(self.tiers.stores[place.tier], homes)
 
     def fetch(
         self,
@@ -180,7 +190,11 @@ class _Visit:
             if not turn:  # small ones, and those that a GPU's kernels decode, many at once
                 for tier in sorted({place.tier for place in whole.values()}):
                     forms = {key: place.form for key, place in whole.items() if place.tier == tier}
-                    self._found(self._tiers.take(tier, forms, self._homes, self._budget, self._accepts), whole)
+                    begin = time.monotonic()
+                    got = self._tiers.take(tier, forms, self._homes, self._budget, self._accepts)
+                    nbytes = sum(one.nbytes for one in got.values())
+                    self._progress.came_first(self._tiers.stores[tier].url, nbytes, time.monotonic() - begin)
+                    self._found(got, whole)
                 whole = {}
 
     def begin(self, keys: Sequence[str], first: int | Callable[[], int], spare: Spare | None = None) -> None:
@@ -193,6 +207,7 @@ class _Visit:
         had = [self.found[key].tier for key in keys if key in self.found and self.found[key].chunk is not None]
         self._tiers.count(had, len(set(keys) - self.found.keys()))
         if not self._coming:
+            self._progress.begin(0)
             return
         order = {key: i for i, key in enumerate(keys)}
         self._coming.sort(key=lambda item: order[item.key])

@@ -1,7 +1,7 @@
 """From which tier and at which level each chunk of a prompt is loaded, and which are computed from their text.
 
-A plan is judged by what it takes until the first token: loading and computing go on at the same time. Of all that take
-about as long as the fastest, the one that loses least is taken.
+A plan is judged by what it takes until the first token: loading and computing go on at the same time, but for what is
+read before anything is computed. Of all that take about as long as the fastest, the one that loses least is taken.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Offer:
         number: the codec's own number of the level.
         lossy: whether the codec loses anything.
         profile: hash of that by which it does.
+        first: whether it is read whole before anything is computed (`Pipeline.comes_first`).
     """
 
     key: str
@@ -43,6 +44,7 @@ class Offer:
     number: int = 0
     lossy: bool = False
     profile: str = ""
+    first: bool = False
 
     @property
     def name(self) -> str:
@@ -69,19 +71,12 @@ class Plan:
     Attributes:
         loads: an offer for each chunk that is loaded or in memory, by key.
         text: chunks that are computed from their text, by key, with their tokens.
-        load_s: predicted seconds of loading.
-        compute_s: predicted seconds of computing, at the smallest ratio.
+        seconds: predicted until the first token, at the smallest ratio.
     """
 
     loads: dict[str, Offer]
     text: dict[str, int]
-    load_s: float
-    compute_s: float
-
-    @property
-    def seconds(self) -> float:
-        """Until the first token."""
-        return max(self.load_s, self.compute_s)
+    seconds: float
 
 
 @dataclass
@@ -97,25 +92,42 @@ class Load:
 
     costs: Costs
     kept: Kept = lambda offer: 1.0
-    _sums: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    _sums: dict[tuple[bool, str, str], list[float]] = field(default_factory=dict)
 
     def add(self, offer: Offer, times: int = 1) -> None:
         """One file more, or less with -1; what is in memory is none."""
         if offer.url:
-            sums = self._sums.setdefault((offer.url, offer.codec), [0, 0.0, 0.0])
-            share = self.kept(offer)
+            sums = self._sums.setdefault((offer.first, offer.url, offer.codec), [0, 0.0, 0.0])
+            share = 1.0 if offer.first else self.kept(offer)
             for i, each in enumerate((1, share * offer.nbytes, share * offer.decoded)):
                 sums[i] += times * each
 
     @property
+    def before(self) -> float:
+        """Of what is read before anything is computed; files of one store after those of another."""
+        return sum(self._stores(True).values())
+
+    @property
+    def beside(self) -> float:
+        """Of what is read while others are computed."""
+        return max(self._stores(False).values(), default=0.0)
+
+    @property
     def seconds(self) -> float:
         """Of all."""
+        return self.before + self.beside
+
+    def until(self, compute: float) -> float:
+        """Until the first token, where computing takes so long."""
+        return self.before + max(self.beside, compute)
+
+    def _stores(self, first: bool) -> dict[str, float]:
         stores: dict[str, float] = {}
-        for (url, codec), (files, nbytes, decoded) in self._sums.items():
-            if files:
+        for (own, url, codec), (files, nbytes, decoded) in self._sums.items():
+            if files and own is first:
                 took = self.costs.load_seconds(url, int(files), nbytes, decoded, codec) or 0.0
                 stores[url] = stores.get(url, 0.0) + took
-        return max(stores.values(), default=0.0)
+        return stores
 
 
 def order_of(offers: Iterable[Offer], losses: Mapping[str, float]) -> Loss:
@@ -155,8 +167,9 @@ def best_plan(
 ) -> Plan:
     """The plan that loses least of those that are about as fast as the fastest.
 
-    Plans that are compared: every chunk at the cheapest form that loses no more than some bound, and the last ones that
-    are not in memory from text. Then single chunks are loaded at better levels as long as that costs nothing.
+    Plans that are compared: every chunk at the cheapest form that loses no more than some bound, or the cheapest of
+    those that are read while others are computed, and the last ones that are not in memory from text. Then single
+    chunks are loaded at better levels as long as that costs nothing.
 
     Args:
         empty: nothing loaded yet.
@@ -175,29 +188,32 @@ def best_plan(
     for key in reversed(far):  # the last ones: the first layers of the first come first
         tokens.append(tokens[-1] + choices[key][0].tokens)
     computing = [compute(tokens[count]) for count in counts]
-    plans: list[tuple[float, int, float, float]] = []
-    picked: dict[float, dict[str, Offer]] = {}
+    plans: list[tuple[float, int, float, dict[str, Offer]]] = []
+    beside = {key: [offer for offer in those if not offer.first] or those for key, those in choices.items()}
     for bound in sorted({loss(offer) for those in choices.values() for offer in those}) or [0.0]:
-        picked[bound] = {key: _cheapest(empty, those, loss, bound) for key, those in choices.items()}
-        load = empty()
-        for offer in picked[bound].values():
-            load.add(offer)
-        for count in counts:
-            if count:
-                load.add(picked[bound][far[len(far) - count]], -1)
-            plans.append((bound, count, load.seconds, computing[count]))
-    goal = min(max(plan[2:]) for plan in plans) / WORTH
-    good = [plan for plan in plans if max(plan[2:]) <= goal]
+        for some in (choices, beside) if beside != choices else (choices,):
+            picked = {key: _cheapest(empty, those, loss, bound) for key, those in some.items()}
+            load = empty()
+            for offer in picked.values():
+                load.add(offer)
+            for count in counts:
+                if count:
+                    load.add(picked[far[len(far) - count]], -1)
+                plans.append((bound, count, load.until(computing[count]), picked))
+    goal = min(until for _, _, until, _ in plans) / WORTH
+    good = [plan for plan in plans if plan[2] <= goal]
     good = [plan for plan in good if not plan[1]] or good
-    bound, count, _, took = min(good, key=lambda plan: (plan[0], max(plan[2:])))
+    bound, count, _, picked = min(good, key=lambda plan: (plan[0], plan[2]))
     given = far[len(far) - count :]
-    loads = {key: offer for key, offer in picked[bound].items() if key not in given}
-    load = _improve(empty, choices, loss, loads, goal)
-    return Plan(loads, {**must, **{key: choices[key][0].tokens for key in given}}, load, took)
+    loads = {key: offer for key, offer in picked.items() if key not in given}
+    until = _improve(empty, choices, loss, loads, computing[count], goal)
+    return Plan(loads, {**must, **{key: choices[key][0].tokens for key in given}}, until)
 
 
-def _improve(empty: Callable[[], Load], choices: Choices, loss: Loss, loads: dict[str, Offer], goal: float) -> float:
-    """Gives single chunks better levels, from the first one on, where loading still ends by the goal; its seconds."""
+def _improve(
+    empty: Callable[[], Load], choices: Choices, loss: Loss, loads: dict[str, Offer], compute: float, goal: float
+) -> float:
+    """Gives single chunks better levels, from the first one on, where the first token still comes by the goal; when."""
     load = empty()
     for offer in loads.values():
         load.add(offer)
@@ -207,12 +223,12 @@ def _improve(empty: Callable[[], Load], choices: Choices, loss: Loss, loads: dic
                 break
             load.add(offer, -1)
             load.add(better)
-            if load.seconds <= goal:
+            if load.until(compute) <= goal:
                 loads[key] = better
                 break
             load.add(better, -1)
             load.add(offer)
-    return load.seconds
+    return load.until(compute)
 
 
 def _cheapest(empty: Callable[[], Load], offers: Sequence[Offer], loss: Loss, bound: float) -> Offer:

@@ -21,7 +21,8 @@ class Progress:
         left_out_tokens: chunk tokens that were not waited for, in some layer or all, as they are computed anyway.
         left_out_bytes: of those tokens, that were not waited for.
         asked_bytes: of what was left out, that the prompt asked for after all.
-        loaded_s: seconds from the beginning until the last piece that was wanted; None until then.
+        loaded_s: seconds until the last piece that was wanted had come, with those in which files were read whole
+            before; None until then.
     """
 
     def __init__(self) -> None:
@@ -31,11 +32,18 @@ class Progress:
         self.left_out_tokens = self.left_out_bytes = self.asked_bytes = 0
         self.loaded_s: float | None = None
         self.on_loaded: Callable[[Progress], None] | None = None
-        self._wanted, self._begin, self._lock = 0, time.monotonic(), threading.Lock()
+        self._wanted, self._first_s, self._begin, self._lock = 0, 0.0, time.monotonic(), threading.Lock()
+
+    def came_first(self, url: str, nbytes: int, seconds: float) -> None:
+        """Files of a store were read whole, before anything is computed."""
+        self.nbytes[url] += nbytes
+        self._first_s += seconds * bool(nbytes)
 
     def begin(self, wanted: int) -> None:
         """Pieces are asked for from now on, so many of them for this prompt."""
-        self._wanted, self._begin = wanted, time.monotonic()
+        self._wanted, self._begin = wanted, time.monotonic() - self._first_s
+        if not wanted and self._first_s:
+            self._all_came()
 
     def leave_out(self, tokens: int, nbytes: int) -> None:
         """So many tokens and bytes of a chunk are not waited for."""
@@ -56,7 +64,10 @@ class Progress:
             self._wanted -= wanted
             if self._wanted or not wanted:
                 return
-            self.loaded_s = time.monotonic() - self._begin
+        self._all_came()
+
+    def _all_came(self) -> None:
+        self.loaded_s = time.monotonic() - self._begin
         if self.on_loaded is not None:
             self.on_loaded(self)
 

@@ -55,11 +55,13 @@ class Fetched:
         chunk: or None.
         tier: where it came from: "memory", or the URL of a store.
         level: name of the level that it is of, where it is not as the tiers' codec writes chunks.
+        nbytes: that were read for it, if it was read whole.
     """
 
     chunk: ChunkCache | None
     tier: str = ""
     level: str = ""
+    nbytes: int = 0
 
 
 @dataclass(frozen=True)

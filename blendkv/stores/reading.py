@@ -162,13 +162,14 @@ class Reader:
         writer: Writer,
         entries: Sequence[str],
         homes: tuple[torch.device, ...],
+        sizes: dict[str, int],
         codec: Codec | None = None,
         accepts: Callable[[LevelId], bool] | None = None,
     ) -> dict[str, ChunkCache]:
         """As `read` and `decode` together, for a store that reads into memory and layers on one device.
 
         Files are read, verified and copied to the device by several threads, each on its own, so that Python is asked
-        few times for a file, however many layers it has.
+        few times for a file, however many layers it has. `sizes` gets the bytes of each.
         """
         landing, store = Landing(homes[0]), writer.store
         into: Any = getattr(store, "read_into", None)
@@ -181,6 +182,7 @@ class Reader:
                     data = room if into(entry, 0, memoryview(room.numpy())) else None
                 if data is None:
                     return None
+                sizes[entry] = len(data)
                 file = self._opener.checked(entry, data, homes[0], codec)
                 if accepts is not None and not accepts(id_in(file.header)):
                     return None

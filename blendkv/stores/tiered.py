@@ -186,16 +186,17 @@ class TieredStore:
         to_card = lands(store, homes) and not level and self.pool.codec is None  # else somebody wants the bytes
         data = {} if to_card else self._reader.read(writer, [form.entry for form in wanted.values()], budget)
         chunks: dict[str, ChunkCache] = {}
+        sizes = {entry: len(content) for entry, content in data.items()}
         for codec, entries in by_codec.items():
             if to_card:
-                chunks |= self._reader.land(writer, entries, homes, codec, accepts)
+                chunks |= self._reader.land(writer, entries, homes, sizes, codec, accepts)
             else:
                 those = {entry: data[entry] for entry in entries if entry in data}
                 chunks |= self._reader.decode(store, those, homes, codec, accepts)
         for key, form in wanted.items():
             if form.entry in chunks:
                 chunk = chunks[form.entry]
-                found[key] = Fetched(chunk, store.url, form.unless(chunk))
+                found[key] = Fetched(chunk, store.url, form.unless(chunk), sizes[form.entry])
                 self.keep(level, form.entry, chunk, data.get(form.entry))
         return found
 

@@ -10,17 +10,21 @@ import pytest
 import torch
 
 from blendkv import BlendedCache, ChunkMissError, MissingChunk, Pool, attach, prefill
+from blendkv.codecs import get_codec
 from blendkv.loading.arriving import ArrivingChunk
 from blendkv.loading.pipeline import Pipeline, at_once
 from blendkv.loading.progress import Progress
 from blendkv.loading.queues import FifoQueue
 from blendkv.loading.scheduler import TransferScheduler
+from blendkv.loading.survey import Place
 from blendkv.stores import Budget, TieredStore
 from blendkv.stores.breaker import Breaker
 from blendkv.stores.deadline import remaining
+from blendkv.stores.filing import Form
 from blendkv.testing import FAMILIES, tiny_model
-from tests.chunks import assert_same
+from tests.chunks import assert_same, make_chunk
 from tests.helpers import exact_chunk, full, make_case, run, tokens, worst
+from tests.made_up import make_codec
 from tests.stores.dicts import DictStore
 
 LAYERS = 4
@@ -794,6 +798,35 @@ def test_files_of_a_local_store_are_read_whole_for_a_gpu(local, homes, whole):
     if local is None:
         del store.local
     assert at_once(store, homes) is whole
+    forms = [Form("a" * 64, codec, True) for codec in (get_codec("raw"), make_codec(make_chunk()))]
+    on_card = all(home.type == "cuda" for home in homes)
+    pipeline = Pipeline(TieredStore(Pool(), store))
+    first = [pipeline.comes_first(Place(form, 0, store.url), homes) for form in forms]
+    assert first == [whole, on_card]  # `klt` is decoded by kernels, many files at once
+
+
+def test_what_is_read_whole_is_told_of(attached, monkeypatch):
+    """A controller learns from it, and reports count its bytes; its time is part of that until the last piece came."""
+    model = attached("llama")
+    _, exact = exact_case(model)
+    store, tiers, pipeline = stored(exact)
+    sizes, own = {chunk.key: store.size(chunk.key) for chunk in exact}, tiers.take
+    monkeypatch.setattr(tiers, "take", lambda *args: time.sleep(0.02) or own(*args))
+    for whole in (max(sizes.values()), sorted(sizes.values())[1]):
+        pipeline.whole_bytes, progress, heard = whole, Progress(), []
+        progress.on_loaded = heard.append
+        got = pipeline.fetch([chunk.key for chunk in exact], progress=progress)
+        for each in got:
+            each.chunk.states(LAYERS - 1)
+        until(lambda heard=heard: heard)
+        until(lambda progress=progress: sum(progress.nbytes.values()) >= 0.9 * sum(sizes.values()))
+        assert progress.loaded_s > 0.02
+        assert progress.to_dict(1.0)["bytes"] == dict(progress.nbytes)
+        if whole == max(sizes.values()):
+            assert progress.nbytes == {store.url: sum(sizes.values())}
+            assert [each.nbytes for each in got] == [sizes[chunk.key] for chunk in exact]
+            assert len(heard) == 1
+        tiers.pool.clear()
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["written", "about to be written"])

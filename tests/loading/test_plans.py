@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -163,6 +164,38 @@ def test_what_is_tried_again_is_large_enough_to_tell():
     assert decision.load_s == pytest.approx(0.002 + offer.nbytes / 10)
 
 
+@pytest.mark.parametrize("nbytes", [1 << 16, 1 << 20, 1 << 24])
+def test_what_comes_first_hides_nothing(nbytes):
+    """Files that are read before anything is computed: their time is added, and no more is recomputed for it."""
+    beside = prompt(levels=("raw",), nbytes=nbytes)
+    first = [replace(offer, first=True) for offer in beside]
+    slow = costs(6 * nbytes / (4 * computing(beside)))
+    assert decide(slow, beside, text=False).ratio > 0.3
+    decision = decide(slow, first, text=False)
+    assert decision.ratio == 0.15
+    assert decision.ttft_s == pytest.approx(decision.load_s + decision.compute_s)
+    assert "of it before anything is computed" in decision.why
+    assert "before anything" not in decide(slow, beside, text=False).why
+    both = [*first[:3], *beside[3:]]
+    mixed = decide(slow, both, text=False)
+    half = decision.load_s / 2
+    assert mixed.ttft_s == pytest.approx(half + max(half, mixed.compute_s), abs=0.0021)  # a latency for each half
+
+
+def test_what_comes_first_is_computed_from_text_sooner():
+    """Loading a little more than computing everything would take: beside it half is loaded, before it nothing."""
+    beside = prompt(levels=("raw",))
+    known = costs(6 * 2**20 / (1.2 * computing(beside, 6 * 256)))
+    assert 0 < len(decide(known, beside).text) < 5
+    assert len(decide(known, [replace(offer, first=True) for offer in beside]).text) == 6
+
+
+def test_nothing_that_comes_first_is_thought_to_be_left_out():
+    those = [replace(offer, first=True) for offer in prompt(levels=("raw",))]
+    given = SHAPE, those, 40, schedule, True, None
+    assert Controller(costs()).decide(*given, lambda offer, ratio: 0.1).load_s == decide(costs(), those).load_s
+
+
 def test_a_store_that_was_never_seen_gives_a_medium_level():
     known = costs()
     known.sources.clear()
@@ -173,7 +206,10 @@ def test_a_store_that_was_never_seen_gives_a_medium_level():
 
 
 def drawn(seed):
-    """A prompt of up to four chunks of which two stores have some levels, and what loading and computing cost."""
+    """A prompt of up to four chunks of which two stores have some levels, and what loading and computing cost.
+
+    In some the nearer store's files are read before anything is computed.
+    """
     draw = random.Random(seed)
     those = []
     for i in range(draw.randint(1, 4)):
@@ -184,7 +220,8 @@ def drawn(seed):
     known = costs(rate, rate * 2 ** draw.uniform(-3, 3))
     if draw.random() < 0.5:
         known.decoding = {"klt": 2 ** draw.uniform(22, 32)}
-    return those, known
+    first = draw.random() < 0.3
+    return [replace(offer, first=first and offer.url == NEAR) for offer in those], known
 
 
 def choices_of(those):
@@ -194,11 +231,22 @@ def choices_of(those):
     return choices
 
 
-def load_of(known, loads):
-    load = Load(known)
-    for offer in loads:
-        load.add(offer)
-    return load.seconds
+def parts_of(known, loads):
+    """Seconds of loading before anything is computed, store after store, and of loading beside that, store by store."""
+    before, beside = 0.0, 0.0
+    for url in {offer.url for offer in loads}:
+        for first in (True, False):
+            took = 0.0
+            for codec in {offer.codec for offer in loads}:
+                own = [o for o in loads if (o.url, o.codec, o.first) == (url, codec, first)]
+                sums = len(own), sum(o.nbytes for o in own), sum(o.decoded for o in own)
+                took += known.load_seconds(url, *sums, codec) if own else 0.0
+            before, beside = (before + took, beside) if first else (before, max(beside, took))
+    return before, beside
+
+
+def until(parts, compute):
+    return parts[0] + max(parts[1], compute)
 
 
 @pytest.mark.parametrize("text", [True, False])
@@ -209,28 +257,32 @@ def test_the_rule_is_what_a_search_of_bounds_counts_and_ratios_finds(text):
         choices = choices_of(those)
         loss = order_of(those, known.losses)
         plans = []
-        for bound in {loss(offer) for offer in those}:
+        beside = {key: [offer for offer in each if not offer.first] or each for key, each in choices.items()}
+        for bound, some in itertools.product({loss(offer) for offer in those}, (choices, beside)):
             for count in range(len(choices) + 1 if text else 1):
                 keys = list(choices)[: len(choices) - count]
                 loads = []
                 for key in keys:
-                    fine = [offer for offer in choices[key] if loss(offer) <= bound]
-                    fine = fine or [o for o in choices[key] if loss(o) == min(map(loss, choices[key]))]
-                    loads.append(min(fine, key=lambda offer: (load_of(known, [offer]), loss(offer))))
+                    fine = [offer for offer in some[key] if loss(offer) <= bound]
+                    fine = fine or [o for o in some[key] if loss(o) == min(map(loss, some[key]))]
+                    loads.append(min(fine, key=lambda offer: (sum(parts_of(known, [offer])), loss(offer))))
                 given = sum(choices[key][0].tokens for key in list(choices)[len(keys) :])
-                plans.append((bound, count, load_of(known, loads), computing(those, given), given))
-        goal = min(max(plan[2:4]) for plan in plans) / WORTH
-        good = [plan for plan in plans if max(plan[2:4]) <= goal]
+                plans.append((bound, count, until(parts_of(known, loads), computing(those, given)), given))
+        goal = min(plan[2] for plan in plans) / WORTH
+        good = [plan for plan in plans if plan[2] <= goal]
         good = [plan for plan in good if plan[1] == 0] or good
-        bound, count, load, took, given = min(good, key=lambda plan: (plan[0], max(plan[2:4])))
+        bound, count, seconds, given = min(good, key=lambda plan: (plan[0], plan[2]))
         plan = best_plan(partial(Load, known), choices, loss, lambda n: computing(those, n), text, {})  # noqa: B023
         assert len(plan.text) == count
-        assert plan.compute_s == pytest.approx(took)
-        assert load - 1e-12 <= plan.load_s <= max(goal, load) + 1e-12
+        parts = parts_of(known, plan.loads.values())
+        assert plan.seconds == pytest.approx(until(parts, computing(those, given)))
+        assert plan.seconds <= max(goal, seconds) + 1e-12
         assert all(loss(o) <= max(bound, min(map(loss, choices[key]))) for key, o in plan.loads.items())
         decision = decide(known, those, text=text)
-        hidden = [r / 1000 for r in range(150, 1001) if computing(those, given, r / 1000) <= MARGIN * plan.load_s]
+        hidden = [r / 1000 for r in range(150, 1001) if computing(those, given, r / 1000) <= MARGIN * parts[1]]
         if decision.chosen == plan.loads:  # not tried again
+            assert decision.load_s == pytest.approx(sum(parts))
+            assert decision.ttft_s == pytest.approx(until(parts, decision.compute_s))
             assert max(hidden, default=0.15) - 0.015 <= decision.ratio <= max(hidden, default=0.15) + 1e-9
 
 
@@ -246,7 +298,7 @@ def test_no_choice_of_a_tier_and_level_for_each_chunk_is_much_better():
             keys = list(choices)[: len(choices) - count]
             given = sum(choices[key][0].tokens for key in list(choices)[len(keys) :])
             for loads in itertools.product(*(choices[key] for key in keys)):
-                seconds = max(load_of(known, loads), computing(those, given))
+                seconds = until(parts_of(known, loads), computing(those, given))
                 outcomes.append((seconds, count, sum(loss(offer) * offer.tokens for offer in loads) / total))
         plan = best_plan(partial(Load, known), choices, loss, lambda n: computing(those, n), True, {})  # noqa: B023
         mine = sum(loss(offer) * offer.tokens for offer in plan.loads.values()) / total
