@@ -279,7 +279,10 @@ class ChunkFile:
             starts = [(stream * header.units + unit) * step for stream in range(count)]
             layers += self._decode(unit, [s for start in starts for s in segments[start : start + step]], count)
         keys, values = zip(*layers, strict=True)
-        return ChunkCache(keys=keys, values=values, scores=scores, **self.fields)
+        fields: dict[str, Any] = self.fields | {
+            "coded": id_in(header)._replace(base=count < header.arrangement.streams)
+        }
+        return ChunkCache(keys=keys, values=values, scores=scores, **fields)
 
     @property
     def fields(self) -> dict[str, Any]:

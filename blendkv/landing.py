@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -32,6 +34,20 @@ class Landing:
     def room(self, nbytes: int) -> Tensor:
         """`[nbytes]` uint8 for a file, page-locked for CUDA."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._cuda)
+
+    def filled(self, fill: Callable[[Callable[[int], memoryview]], bool]) -> Tensor | None:
+        """A file that is read into `room`.
+
+        Args:
+            fill: is given what makes memory for so many bytes, and says whether it was filled.
+        """
+        rooms: list[Tensor] = []
+
+        def room(nbytes: int) -> memoryview:
+            rooms.append(self.room(nbytes))
+            return memoryview(rooms[-1].numpy())
+
+        return rooms[-1] if fill(room) else None
 
     def land(self, file: ChunkFile) -> ChunkCache | None:
         """The chunk of a raw file.

@@ -17,6 +17,8 @@ from blendkv.codecs import Codec, codec_class
 from blendkv.container import Header
 
 _DOMAIN = b"blendkv level 1"
+BASE = "/base"
+"""How the name of a level's base ends."""
 
 
 class LevelId(NamedTuple):
@@ -27,19 +29,24 @@ class LevelId(NamedTuple):
         level: the codec's own number.
         streams: of a codec that is told how many to write; else 0.
         profile: hash of it; "" of a codec that needs none, and loses nothing.
+        base: whether some of its streams were not read, so that a chunk lost more; of no file.
     """
 
     codec: str
     level: int
     streams: int = 0
     profile: str = ""
+    base: bool = False
 
     @property
     def name(self) -> str:
-        """For people, such as `klt@4`, or `klt@0+2` for two streams; that of another profile has the same."""
+        """For people, such as `klt@4`, `klt@0+2` for two streams, `klt@0+2/base` if only the first was read.
+
+        That of another profile has the same.
+        """
         if not self.profile and self.level == (self.codec == "raw"):  # raw's usual level is 1
             return self.codec
-        return f"{self.codec}@{self.level}" + (f"+{self.streams}" if self.streams > 1 else "")
+        return f"{self.codec}@{self.level}" + (f"+{self.streams}" if self.streams > 1 else "") + BASE * self.base
 
     def __str__(self) -> str:
         """The name, and of which profile: `klt@4:0a1b...`."""

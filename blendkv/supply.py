@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from blendkv.loading.controller import Controller
 from blendkv.loading.decision import TEXT
 from blendkv.loading.guided import Guided
 from blendkv.loading.pipeline import Pipeline
+from blendkv.loading.plans import Offer
 from blendkv.loading.progress import Progress
 from blendkv.loading.sparing import Sparing
 from blendkv.loading.timely import Timely
@@ -174,7 +176,7 @@ class Supply:
         for (key, (piece, conditioning)), got in zip(wanted.items(), found, strict=True):
             if got.tier == TEXT and got.chunk is None:
                 have[key] = MissingChunk(torch.tensor(piece.ids), TEXT)
-            elif (chunk := self._checked(got.chunk, piece, conditioning)) is not None:
+            elif (chunk := self._checked(got.chunk, piece, conditioning)) is not None and self._accepts(chunk):
                 have[key] = chunk
                 if got.tier != TEXT:
                     report.loaded[got.tier] = report.loaded.get(got.tier, 0) + len(chunk)
@@ -228,7 +230,8 @@ class Supply:
     ) -> None:
         """Computes and stores what is lacking, by conditioning; what the store makes of it is used at once.
 
-        What was in memory before, and is lacking all the same, was not good enough.
+        What was in memory before, and is lacking all the same, was not good enough. Where a controller does not allow
+        what the store makes of it, the chunk is used as it was computed.
         """
         there = {key: lacking[key] for key in lacking if key in self.pool and key not in before}
         have |= self.usable(there, report, budget)
@@ -238,8 +241,8 @@ class Supply:
             with report.clock.stage("prefill"):
                 made = self.compute(group, conditioning)
             report.prefilled_tokens += sum(map(len, made))
-            for key, (chunk, kept) in zip(group, self._put(made, report, budget), strict=True):
-                have[key] = chunk
+            for key, own, (chunk, kept) in zip(group, made, self._put(made, report, budget), strict=True):
+                have[key] = chunk if self._accepts(chunk) else own
                 report.put_failures += not kept
 
     def _put(
@@ -254,6 +257,22 @@ class Supply:
             return [(chunk, False) for chunk in chunks]
         report.note_faults(before, faults_of(self.pool))
         return kept
+
+    def _accepts(self, chunk: ChunkCache) -> bool:
+        """Whether a chunk loses no more than the controller allows; of one that raises, whether it loses nothing."""
+        level, controller = chunk.coded, self.controller
+        if controller is None or level is None or not level.profile:
+            return True
+        facts, weight = attachment_of(self.model).facts, next(self.model.parameters())
+        dtype = weight.dtype if weight.dtype.is_floating_point else facts.dtype
+        offer = Offer(chunk.key, len(chunk), 0, 0, "", level.codec, level.name, level.level, True, level.profile)
+        costs = None
+        with suppress(Exception):  # a plug-in's
+            costs = controller.ready(facts.fingerprint, weight.device, dtype)
+        try:
+            return controller.may(offer, costs)
+        except Exception:
+            return False
 
     def _checked(self, chunk: ChunkCache | None, piece: Piece, conditioning: tuple[int, ...]) -> ChunkCache | None:
         """A chunk from the store only if it is what its key says: even a broken hash serves nothing wrong."""

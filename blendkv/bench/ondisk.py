@@ -15,6 +15,7 @@ from blendkv.attaching import attachment_of
 from blendkv.cache import BlendedCache
 from blendkv.chunk import ChunkCache
 from blendkv.codecs import get_codec
+from blendkv.errors import StoreError
 from blendkv.loading.pipeline import Pipeline
 from blendkv.loading.sparing import Sparing
 from blendkv.stores import DiskStore, Pool, TieredStore
@@ -29,6 +30,9 @@ class OnDisk:
 
     Attributes:
         folder: of the store; it goes with this.
+
+    Raises:
+        StoreError: if the folder has no room for them.
     """
 
     def __init__(self, model: PreTrainedModel, chunks: Sequence[ChunkCache]) -> None:
@@ -38,7 +42,13 @@ class OnDisk:
         store = DiskStore(self.folder)
         whole = all(home.type == "cuda" for home in self._attachment.homes)  # then no groups are left out
         codec = get_codec("raw", level=0 if whole else 1)
-        TieredStore(Pool(1), store, codec=codec, write="through").put_many(chunks)
+        kept = [is_kept for _, is_kept in TieredStore(Pool(1), store, codec=codec, write="through").put_many(chunks)]
+        if not all(kept):
+            why = ", ".join(store.stats.faults) or "refused"
+            raise StoreError(
+                f"{kept.count(False)} of {len(kept)} chunks could not be written to {self.folder} ({why}): let TMPDIR "
+                "name a folder with room for all of them, or leave out --pool disk"
+            )
         self._pieces = {chunk.key: (chunk.ids.tolist(), chunk.conditioning) for chunk in chunks}
         self._keys = [chunk.key for chunk in chunks]
         self._pipeline = Pipeline(TieredStore(Pool(1), store), rest=False)

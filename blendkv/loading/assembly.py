@@ -21,6 +21,7 @@ from blendkv.container.format import MAX_DECODED, MAX_HEAD, PRELUDE
 from blendkv.container.packing import parse_prelude
 from blendkv.container.seals import Secret
 from blendkv.errors import ChunkFileError
+from blendkv.levelkeys import id_in
 
 MAX_FILE = 1 << 32
 """Bytes of a file that room is made for; what is larger was not written by us, or is no chunk."""
@@ -226,7 +227,8 @@ class Assembly:
             for k, v in self._decode(unit, groups, tokens):
                 keys.append(k)
                 values.append(v)
-        fields = dict(file.fields)
+        base = any(self.streams(unit, groups) < header.arrangement.streams for unit in range(header.units))
+        fields: dict[str, Any] = file.fields | {"coded": id_in(header)._replace(base=base)}
         if tokens < header.tokens:
             fields |= {"ids": file.ids[:tokens], "text": None, "keyed": ""}
         return ChunkCache(keys=tuple(keys), values=tuple(values), **fields)

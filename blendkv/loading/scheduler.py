@@ -110,6 +110,11 @@ class TransferScheduler:
         return sum(future.cancel() for future in futures)
 
     @property
+    def closed(self) -> bool:
+        """Whether it takes nothing more."""
+        return self._closed
+
+    @property
     def is_free(self) -> bool:
         """Whether no thread is in the middle of a change, not even this one: for finalizers, which must not wait."""
         free = self._lock.acquire(blocking=False)
@@ -286,13 +291,13 @@ def shared_scheduler(source: str = "") -> TransferScheduler:
     """The one that all requests of this process share for what comes from one source.
 
     Sources have slots of their own: one that stalls has all of its slots taken, and whoever wants another one must not
-    wait for that.
+    wait for that. One that somebody closed is no longer shared: prompts that come get another.
 
     Args:
         source: URL of a store that is not local; "" for all that are.
     """
     with _SHARED_LOCK:
-        if source not in _SHARED:
+        if source not in _SHARED or _SHARED[source].closed:
             _SHARED[source] = TransferScheduler()
         return _SHARED[source]
 

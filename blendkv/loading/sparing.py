@@ -139,7 +139,7 @@ def gaps(file: ChunkFile, spare: np.ndarray, least: int = LEAST_GAP) -> dict[int
 def share_read(
     codec: Codec, shapes: Sequence[LayerShape], dtype: str, nbytes: int, spare: np.ndarray, least: int = LEAST_GAP
 ) -> float:
-    """Share of a file's bytes that `gaps` would leave, were each number of it as long as any other.
+    """Share of a file's bytes that `gaps` would leave, were each number of it as long as any other; all if unknown.
 
     Args:
         codec: that is to have written it.
@@ -152,7 +152,10 @@ def share_read(
     tokens = spare.shape[1]
     if not apart(codec) or not nbytes:
         return 1.0
-    arrangement = codec.arrangement(shapes, tokens)
+    try:
+        arrangement = codec.arrangement(shapes, tokens)
+    except ValueError:  # a codec of other layers did not write it
+        return 1.0
     header = Header(codec.name, codec.level, dtype, arrangement, tuple(shapes), "", bytes(4 * tokens))
     numbers = np.array([shape.heads * (shape.key_dim + shape.value_dim) for shape in shapes])
     units = np.array([numbers[header.layers_of(unit)].sum() for unit in range(header.units)]) / numbers.sum()

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from blendkv.chunk import ChunkCache
+from blendkv.levelkeys import BASE
 from blendkv.loading.assembly import Assembly
 from blendkv.loading.handover import Told
 from blendkv.loading.levels import Level
 from blendkv.loading.streaming import Item, Rung
 
-BASE = "/base"
-"""How the name of a level's base ends."""
+__all__ = ["BASE", "Came", "Streamed", "Wanted"]
 
 
 @dataclass(frozen=True)

@@ -60,9 +60,9 @@ class Store(Protocol):
     """Bytes under a key of 64 hex digits (`chunk_key`). Nothing that goes wrong later than opening raises.
 
     A store may also have `peek`, which reads as `get` does but is no use of the entry, `sizes(keys)`, which is `size`
-    for many in as few round trips as it can and counts misses, `read_into(key, start, memory)`, which is `get` into
-    memory of the caller's and says whether it was filled, and `quarantine(key)`, for entries that a reader found
-    wanting.
+    for many in as few round trips as it can and counts misses, `read_into(key, room)`, which is `get` into memory that
+    the caller's `room` gives for so many bytes and says whether it was filled, and `quarantine(key)`, for entries that
+    a reader found wanting.
 
     Attributes:
         url: what `open_store` would open again; without passwords.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from blendkv.chunk import ChunkCache
 from blendkv.chunkfile import encode_chunk
 from blendkv.codecs import Codec, Profile, get_codec
+from blendkv.levelkeys import id_of
 
 
 @dataclass
@@ -53,10 +54,18 @@ class Coding:
         return self.codec is not None and self.codec.needs_profile
 
     def encode(self, chunk: ChunkCache) -> bytes | None:
-        """The bytes of a chunk file, or None if the codec refuses the chunk (NaN, Inf, layers not of its profile)."""
+        """The bytes of a chunk file, or None if the codec refuses the chunk (NaN, Inf, layers not of its profile).
+
+        So is one that was read at a level that loses something, but for that very level: its file would pass for better
+        than it is, here and with whoever shares the store.
+        """
         profile = getattr(self.codec, "profile", None)
         made_of = profile.about.get("fingerprint") if isinstance(profile, Profile) else None
         try:
+            if chunk.coded is not None and chunk.coded.profile and chunk.coded != id_of(self.writes):
+                raise ValueError(
+                    f"it was read at level {chunk.coded.name}, which loses something: copy its file instead"
+                )
             data = encode_chunk(chunk, self.writes, secret=self._secret, key_id=self._key_id)
         except ValueError as error:
             data, refusal = None, str(error)

@@ -117,22 +117,26 @@ class DiskStore:
         """As `get`, but it is no use of the entry, and a file that is shorter or longer than it says is read too."""
         return self._read(self._open(key, use=False), start, stop)
 
-    def read_into(self, key: str, start: int, memory: memoryview) -> bool:
-        """Fills memory with bytes of an entry from `start` on, as `get` gives them; False if it could not be filled."""
+    def read_into(self, key: str, room: Callable[[int], memoryview]) -> bool:
+        """Reads an entry whole, as `get` does, into memory that `room` gives for so many bytes; False if there is none.
+
+        It is opened once: whoever replaces it meanwhile changes neither how long it is nor what is in it.
+        """
         source = self._open(key)
         if source is None:
             return False
         try:
-            if (filled := source.read_into(start, memory)) != len(memory):
-                self._missed("length")
+            filled = source.read_into(0, room(source.size)) == source.size
         except OSError as error:
             self._missed(fault_of(error) or "io")
             return False
         finally:
             source.close()
-        if filled == len(memory):
+        if filled:
             self.stats.count("hits")
-        return filled == len(memory)
+        else:
+            self._missed("length")  # somebody cut the file while it was read
+        return filled
 
     def _read(self, source: DiskSource | None, start: int, stop: int | None) -> bytes | None:
         if source is None:

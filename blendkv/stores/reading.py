@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -177,9 +178,7 @@ class Reader:
         def one(entry: str) -> ChunkFile | ChunkCache | ChunkFileError | None:
             try:
                 data: bytes | Tensor | None = writer.get(entry)
-                if data is None and (size := store.size(entry)) is not None:
-                    room = landing.room(size)
-                    data = room if into(entry, 0, memoryview(room.numpy())) else None
+                data = landing.filled(partial(into, entry)) if data is None else data
                 if data is None:
                     return None
                 sizes[entry] = len(data)
@@ -194,8 +193,11 @@ class Reader:
                 store.stats.count("misses", "error")
                 return None
 
-        with ThreadPoolExecutor(min(LANDING_THREADS, len(entries)), "blendkv-landing") as threads:
-            landed = dict(zip(entries, threads.map(one, entries), strict=True))
+        try:
+            with ThreadPoolExecutor(min(LANDING_THREADS, len(entries)), "blendkv-landing") as threads:
+                landed = dict(zip(entries, threads.map(one, entries), strict=True))
+        except RuntimeError:  # this process can have no more threads
+            landed = {entry: one(entry) for entry in entries}
         for entry, found in landed.items():
             if isinstance(found, ChunkFileError):
                 self.discard(store, entry, found)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from blendkv import flops
+from blendkv.bench import ondisk
 from blendkv.bench.decode import TokenClock, decode_rate
 from blendkv.bench.gates import require_exact, require_exact_states, require_same
 from blendkv.bench.methods import METHODS, Blend, Case, Full, Prefix, Reuse, make_methods
@@ -14,9 +15,10 @@ from blendkv.bench.prompts import pool_name, random_case
 from blendkv.bench.results import device_name, identity
 from blendkv.bench.table import markdown
 from blendkv.bench.ttft import _states_length, ttft_rows
-from blendkv.errors import BlendError
+from blendkv.errors import BlendError, StoreError
 from blendkv.rope import Rotation
 from blendkv.selectors import get_selector
+from blendkv.stores import DiskStore
 
 FIELDS = {
     "device", "shape", "dtype", "method", "selector", "ratio", "tokens", "question_tokens", "chunk_tokens", "batch",
@@ -191,6 +193,12 @@ def test_chunks_lie_where_they_are_wanted(attached):
         if wrong != "pinned" or not torch.cuda.is_available():
             with pytest.raises(ValueError, match=why):
                 random_case(attached("llama"), 64, 32, 8, pool=wrong)
+
+
+def test_a_disk_without_room_is_told_of_before_anything_is_timed(attached, monkeypatch):
+    monkeypatch.setattr(ondisk, "DiskStore", lambda folder: DiskStore(folder, capacity_bytes=1000))
+    with pytest.raises(StoreError, match=r"4 of 4 chunks could not be written .*\(capacity\): let TMPDIR"):
+        random_case(attached("llama"), 128, 32, 8, pool="disk")
 
 
 def test_chunks_on_a_disk_are_read_by_every_call_and_say_the_same(attached):

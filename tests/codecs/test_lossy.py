@@ -15,6 +15,7 @@ from blendkv.codecs import LayerShape, get_codec
 from blendkv.codecs.statistics import Statistics
 from blendkv.container import ContainerReader, pack
 from blendkv.errors import ChunkFileError
+from blendkv.levelkeys import BASE, id_of
 from tests.chunks import assert_same
 from tests.codecs import twin
 from tests.container.test_sources import Counting
@@ -261,9 +262,13 @@ def test_progressive(variant, profile_file):
         base = file.read(streams=1)
         ((start, length),) = source.reads
         assert (start + length < source.size) == (streams > 1)
+    assert whole.coded == id_of(codec)
     if streams == 1:
         assert_same(base, whole)
+        assert base.coded == whole.coded
         return
+    assert base.coded != whole.coded  # what is known of the whole level's loss is not the base's
+    assert base.coded.name == whole.coded.name + BASE
     told = twin.read(data, profile_file, streams=1)
     for layer, states in enumerate(base.keys):
         rows = states.transpose(0, 1).flatten(1).numpy()

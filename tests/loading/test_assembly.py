@@ -10,6 +10,7 @@ import torch
 from blendkv.chunkfile import ChunkFile, encode_chunk
 from blendkv.codecs import get_codec
 from blendkv.errors import ChunkFileError
+from blendkv.levelkeys import id_of
 from blendkv.loading.assembly import Assembly, place_of
 from blendkv.loading.orders import ORDERS, pieces
 from tests.chunks import assert_same
@@ -113,11 +114,13 @@ def test_after_the_bases_all_is_usable_and_refinements_add_to_it_layer_by_layer(
         assembly.add(piece.start, data[piece.start : piece.stop])
         if piece.segments.stop == header.segments_of(0, 1).stop:  # the first unit is refined, others are not
             got, layers = assembly.usable(), header.layers_of(0)
+            assert got.coded == whole.read(streams=1).coded != whole.read().coded
             for layer in range(len(header.layers)):
                 keys, values = whole.layer(layer, 2 if layer in layers else 1)
                 assert torch.equal(got.keys[layer], keys)
                 assert torch.equal(got.values[layer], values)
     assert equal(assembly.usable(), whole.read())
+    assert assembly.usable().coded == whole.read().coded == id_of(codec)
 
 
 def test_refinements_without_their_base_are_worth_nothing(progressive):

@@ -10,13 +10,14 @@ import torch
 
 from blendkv import BlendedCache, MissingChunk
 from blendkv.chunkfile import ChunkFile, encode_chunk
-from blendkv.codecs import get_codec
+from blendkv.codecs import LayerShape, get_codec
 from blendkv.loading.sparing import Sparing, gaps, share_read, tokens_of
 from blendkv.plan import plan_row
 from blendkv.selectors import get_selector
 from tests.chunks import make_chunk
 from tests.drawn import SMALL, chunk_of, profile_of
 from tests.loading.test_sparing import ByChunk
+from tests.made_up import fit_profile
 
 
 def slow_never_read(ids, chunks, selector, schedule, layers, stop):
@@ -186,3 +187,11 @@ def test_the_table_of_the_guide():
         )
         assert f"{100 * left / sum(file.sizes.sum() for file in files):.1f}" == share
         assert round(float(ratio) * 512) == int(tokens)
+
+
+def test_of_a_codec_that_has_not_written_it_all_is_read():
+    """A library's own codec may be one of another model's layers: its store has what others wrote."""
+    spare = np.ones((3, 200), bool)
+    codec = get_codec("klt", profile=fit_profile([make_chunk(200, 3, 2, 16)]))
+    assert share_read(codec, [LayerShape(2, 16, 16)] * 3, "fp32", 1 << 20, spare, 1) == 0.0
+    assert share_read(codec, [LayerShape(4, 32, 32)] * 2, "fp32", 1 << 20, spare[:2], 1) == 1.0

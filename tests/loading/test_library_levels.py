@@ -4,6 +4,7 @@ import json
 import math
 import time
 from dataclasses import replace
+from unittest.mock import MagicMock as Mock
 
 import pytest
 import torch
@@ -248,6 +249,28 @@ def test_what_a_lossy_library_has_in_memory_as_it_was_computed_loses_nothing(set
         assert levels_used(inputs) == ["raw"] * 3
         assert inputs.report.loading.decision.kl == 0
         assert list(inputs.report.loaded) == ["memory"]
+
+
+@pytest.mark.parametrize("way", ["computed", "by another thread", "strict"])
+def test_what_is_computed_and_stored_is_no_lossier_than_the_controller_allows(setting, way):
+    model, codecs, _, chunks = setting
+    store, known = DictStore(), costs_of(setting, {"dict://": 1e12})
+    tiers, controller = TieredStore(Pool(), store, codec=codecs[2], write="through"), Controller(known, max_kl=0.1)
+    other = library(model, tiers, namespace="n")
+    kv = library(model, tiers, namespace="n", controller=controller, strict=way == "strict")
+    if way == "strict":
+        other.prefill(DOCUMENTS)
+    if way == "by another thread":  # while this one waits
+        kv.supply._lock = Mock(__enter__=lambda lock: other.prefill(DOCUMENTS), __exit__=lambda *exc: None)
+    inputs, _ = ask(kv)
+    used = {chunk.key: chunk for chunk in inputs.cache.chunks[0]}
+    for key, chunk in chunks.items():
+        assert used[key].coded is None
+        assert all((a - b).abs().max() < 1e-4 for a, b in zip(used[key].keys, chunk.keys, strict=True))
+        assert key in store.entries
+    assert {chunk.coded for chunk in other.prefill(DOCUMENTS)} == {id_of(codecs[2])}
+    controller.max_kl = math.inf
+    assert {chunk.coded for chunk in ask(kv)[0].cache.chunks[0]} == {id_of(codecs[2])}
 
 
 def test_what_a_target_has_computed_is_no_hit_and_is_in_memory_once(setting):

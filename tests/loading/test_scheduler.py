@@ -231,6 +231,14 @@ def test_a_light_client_is_not_stuck_behind_a_flood(policy, fair):
     assert (last < 20) is fair
 
 
+def test_one_that_somebody_closed_is_shared_no_longer():
+    with shared_scheduler("s3://closed") as closed:
+        pass
+    assert closed.closed
+    assert shared_scheduler("s3://closed").submit("x", int, "1").result(20) == 1
+    assert shared_scheduler("s3://closed") is shared_scheduler("s3://closed")
+
+
 def test_one_for_the_process():
     assert shared_scheduler() is shared_scheduler()
     assert shared_scheduler().submit("x", int, "1").result(20) == 1

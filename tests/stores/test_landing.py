@@ -1,13 +1,16 @@
 """Entries that are read into memory of ours and landed on a device, beside those that are read and then decoded."""
 
+import os
+import threading
 from dataclasses import replace
 
 import pytest
 import torch
 
 from blendkv.chunk import chunk_key
-from blendkv.chunkfile import ChunkFile
+from blendkv.chunkfile import ChunkFile, encode_chunk
 from blendkv.codecs import get_codec
+from blendkv.landing import Landing
 from blendkv.stores import DiskStore, Pool, TieredStore, tiered
 from blendkv.stores.reading import lands
 from tests.chunks import assert_same, make_chunk
@@ -134,18 +137,69 @@ def test_when_files_land(store, homes, expected, tmp_path):
     assert lands(made, [torch.device(home) for home in homes]) is expected
 
 
-def test_a_short_file_is_not_taken_for_a_whole_one(tmp_path):
-    store = DiskStore(tmp_path)
+def test_an_entry_is_read_whole_or_not_at_all(tmp_path):
+    store, rooms = DiskStore(tmp_path), []
     chunk = make_chunk(40)
     TieredStore(Pool(1), store, write="through").put(chunk)
-    size = store.size(chunk.key)
-    memory = bytearray(size)
-    assert store.read_into(chunk.key, 0, memoryview(memory))
-    assert bytes(memory) == store.get(chunk.key)
-    part = bytearray(100)
-    assert store.read_into(chunk.key, 50, memoryview(part))
-    assert bytes(part) == bytes(memory[50:150])
+
+    def room(size):
+        rooms.append(bytearray(size))
+        return memoryview(rooms[-1])
+
+    assert store.read_into(chunk.key, room)
+    assert rooms == [store.get(chunk.key)]
     hits = store.stats.hits
-    assert not store.read_into(chunk.key, size - 50, memoryview(part))
-    assert not store.read_into("f" * 64, 0, memoryview(part))
+    assert not store.read_into("f" * 64, room)
+    assert len(rooms) == 1
+    (path,) = tmp_path.rglob(f"{chunk.key}.bkv")
+
+    def cut(size):
+        os.truncate(path, size - 50)
+        return room(size)
+
+    assert not store.read_into(chunk.key, cut)
     assert (store.stats.hits, store.stats.faults["length"]) == (hits, 1)
+
+
+@pytest.mark.parametrize("longer", [True, False])
+def test_what_is_replaced_while_it_is_read_is_good(tmp_path, monkeypatch, longer):
+    """By another process, with another text, level or codec: what was there comes, and what is there now stays."""
+    chunk = make_chunk(40, 3, 8, 64)
+    short, long = encode_chunk(chunk), encode_chunk(replace(chunk, text="t" * 5000))
+    tiers, own = filled(tmp_path, [chunk]), Landing.room
+    tiers.stores[0].put(chunk.key, short if longer else long)
+
+    def replaced(self, nbytes):
+        tiers.stores[0].put(chunk.key, long if longer else short)
+        return own(self, nbytes)
+
+    monkeypatch.setattr(tiered, "lands", lambda store, homes: True)
+    monkeypatch.setattr(Landing, "room", replaced)
+    got = tiers.get(chunk.key)
+    assert got is not None
+    assert torch.equal(got.keys[1], chunk.keys[1])
+    assert not tiers.stats.damaged
+    assert tiers.stores[0].get(chunk.key) == (long if longer else short)
+
+
+def test_what_is_not_there_is_counted_by_the_store_too(way, tmp_path):
+    tiers = filled(tmp_path, [])
+    assert tiers.get("e" * 64) is None
+    assert tiers.stores[0].stats.misses == 1
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_a_process_that_can_have_no_more_threads_reads_all_the_same(tmp_path, monkeypatch, most):
+    chunks = [make_chunk(40, 3, 8, 64, seed=n) for n in range(3)]
+    tiers, own, begun = filled(tmp_path, chunks), threading.Thread.start, []
+
+    def start(self):
+        begun.append(self)
+        if len(begun) > most:
+            raise RuntimeError("can't start new thread")
+        own(self)
+
+    monkeypatch.setattr(tiered, "lands", lambda store, homes: True)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    for got, chunk in zip(tiers.get_many([chunk.key for chunk in chunks]), chunks, strict=True):
+        assert_same(got, chunk)
