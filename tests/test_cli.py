@@ -105,7 +105,7 @@ def test_version(run):
         ["bench", "ttft", "m", "--selector", "hkvd,magic"],
         ["bench", "ttft", "m", "--batch", "0"],
         ["bench", "ttft", "m", "--runs", "0"],
-        ["bench", "ttft", "m", "--pool", "disk"],
+        ["bench", "ttft", "m", "--pool", "cpu,tape"],
         ["bench", "ttft", "m", "--device", "gpu7"],
         ["bench", "ttft"],
         ["bench", "ttft", "m", "--shape", "tiny"],
@@ -373,7 +373,7 @@ def test_bench_ttft_of_a_shape_keeps_its_rows(run, tmp_path, monkeypatch):
     result = run(*arguments, "--tokens", "128", "--memory")
     assert result.exit_code == 0, result.stderr
     assert "selected rows" in result.stdout
-    assert "tiny, float32, 8 question tokens, batch 2, chunks in cpu memory" in result.stdout
+    assert "tiny, float32, 8 question tokens, batch 2, on " in result.stdout
     assert len(read_rows(out)) == 10
     result = run("bench", "table", out)
     assert result.stdout == markdown(read_rows(out))

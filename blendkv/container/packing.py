@@ -170,7 +170,8 @@ def parse_head(data: bytes | memoryview, prelude: Prelude) -> Head:
         token_streams=tuple(TokenStream(_name(n), _dtype(d)) for n, d in f.TOKEN_STREAM.iter_unpack(streams)),
         key_id=key_id if authenticated else None,
     )
-    lengths, checks = zip(*iter_unpack(f"<I{entry - 4}s", index), strict=True)  # at least one: it holds a layer
+    lengths = tuple(length for (length,) in iter_unpack(f"<I{entry - 4}x", index))
+    checks = tuple(index[at + 4 : at + entry] for at in range(0, len(index), entry))
     head = Head(header, lengths, checks)
     if any(length % f.ALIGN for length in head.lengths):
         raise _malformed(f"a segment's length is no multiple of {f.ALIGN}")

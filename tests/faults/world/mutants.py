@@ -10,7 +10,7 @@ from unittest import mock
 
 from blendkv.chunkfile import ChunkFile
 from blendkv.codecs import Codec
-from blendkv.container import reader
+from blendkv.container.seals import Checksum
 from blendkv.stores import disk
 from blendkv.stores.backlog import Backlog
 from blendkv.stores.catalog import Region
@@ -26,7 +26,7 @@ from tests.faults.world.calls import Calls
 
 def no_checksums() -> AbstractContextManager[Any]:
     """Segments are believed, whatever their checksums say."""
-    return mock.patch.object(reader, "same", return_value=True)
+    return mock.patch.object(Checksum, "holds", return_value=True)
 
 
 def no_keys() -> AbstractContextManager[Any]:
