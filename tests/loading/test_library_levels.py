@@ -24,6 +24,7 @@ from blendkv.testing import tiny_model
 from blendkv.texts import Passage
 from tests.cases.stored import answer, library
 from tests.helpers import tokens
+from tests.loading.test_pipeline import until
 from tests.stores.dicts import DictStore
 
 LOSSES = {"klt@0": 0.01, "klt@4": 0.07, "klt@8": 0.6}
@@ -200,6 +201,7 @@ def test_memory_knows_what_another_codec_wrote(setting, encoded, target_s):
     controller = Controller(known, target_s=target_s, text=False)
     kv = library(model, tiers, namespace="n", controller=controller, deadline_s=LONG)
     kv(DOCUMENTS, "why?")  # the template's head
+    until(lambda: set(chunks) <= set(near.keys()))  # what the farther store had is put there beside the prompt
     pool.clear()
     assert kv.prefetch(DOCUMENTS).loaded == {near.url: sum(map(len, chunks.values()))}
     assert set(kv.keys(DOCUMENTS)) <= set(pool.keys())
