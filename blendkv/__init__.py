@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from blendkv.attaching import attach, detach
     from blendkv.cache import BlendedCache
     from blendkv.chunk import ChunkCache, MissingChunk, chunk_key
-    from blendkv.chunkfile import ChunkFile, decode_chunk, encode_chunk
+    from blendkv.chunkfile import ChunkFile, decode_chunk
+    from blendkv.chunkwriter import encode_chunk
     from blendkv.errors import (
         BlendError,
         CacheStateError,
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "blendkv.cache": ("BlendedCache",),
     "blendkv.chunk": ("ChunkCache", "MissingChunk", "chunk_key"),
-    "blendkv.chunkfile": ("ChunkFile", "decode_chunk", "encode_chunk"),
+    "blendkv.chunkfile": ("ChunkFile", "decode_chunk"),
+    "blendkv.chunkwriter": ("encode_chunk",),
     "blendkv.errors": (
         "BlendError",
         "CacheStateError",

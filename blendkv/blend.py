@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from blendkv.kernels.table import upload
 from blendkv.plan import RowPlan, chunks_per_row, nothing_found, plan_row, require_hits
 from blendkv.question import Enough, Question
 from blendkv.report import BlendReport, ChunkUse
-from blendkv.rows import left_pad, take_rows
+from blendkv.rows import TakenRows, left_pad
 from blendkv.selectors import Candidates
 
 
@@ -70,7 +70,8 @@ class Blend:
         """Runs the decoder once more with the arguments of this forward, for passes beside it."""
         self._question: Question | None = None
         self._padded = visible is not None
-        self._narrowed: dict[int, tuple[Any, Any]] = {}
+        self.taken = TakenRows(None)
+        """What tensors are at `rows`."""
         self.probed: dict[int, int] = {}
         """By layer, chunk tokens whose fresh keys and values were compared with stored ones."""
         self._ahead: dict[int, list[Tensor]] = {}
@@ -188,8 +189,7 @@ class Blend:
                 self.graphs.leave()
             if self._question is not None:
                 self._question.over()
-            self.asking, self.rows = False, None
-            self._narrowed.clear()
+            self.asking, self.rows, self.taken = False, None, TakenRows(None)
             for layer in self.cache.blended:
                 layer.resize(0)
 
@@ -280,8 +280,7 @@ class Blend:
 
         CUDA graphs do it if those are wanted; None: they know already.
         """
-        self.rows = rows
-        self._narrowed.clear()
+        self.rows, self.taken = rows, TakenRows(rows)
         self._rows_at: dict[torch.device, Tensor] = {}
         self._masks: dict[tuple[int, torch.device], RowMask] = {}
         if self.graphs is not None and graphs:
@@ -296,24 +295,6 @@ class Blend:
             assert self.rows is not None
             self._rows_at[device] = self.rows.to(device) if own is None else own
         return self._rows_at[device]
-
-    def narrow(self, value: Any) -> Any:
-        """The current rows of a tensor `[B or 1, T, ...]`, or of those in a tuple; made once for all layers."""
-        if isinstance(value, tuple | list):
-            return tuple(map(self.narrow, value))
-        if self.rows is None or not isinstance(value, Tensor) or value.ndim < 2:
-            return value
-        if id(value) not in self._narrowed:
-            self._narrowed[id(value)] = value, take_rows(value, self.rows)
-        return self._narrowed[id(value)][1]
-
-    def narrow_mask(self, mask: Tensor) -> Tensor:
-        """The current rows of a mask `[B or 1, H or 1, T, keys]`; made once for all layers that share it."""
-        if self.rows is None:
-            return mask
-        if id(mask) not in self._narrowed:
-            self._narrowed[id(mask)] = mask, take_rows(mask.transpose(1, 2), self.rows).transpose(1, 2)
-        return self._narrowed[id(mask)][1]
 
     def row_mask(self, lazy: LazyMask, layer_idx: int) -> RowMask:
         """The mask of the current rows for a layer that would have been given `lazy`."""

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from blendkv.chunk import ChunkCache, chunk_key
-from blendkv.chunkfile import ChunkFile, encode_chunk
+from blendkv.chunkfile import ChunkFile
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import Codec, Profile, Profiles, codec_of, load_profile
 from blendkv.container import ContainerReader, Header, RangeSource
 from blendkv.errors import ChunkFileError

@@ -349,7 +349,7 @@ def _before_layer(layer_idx: int, layer: nn.Module, args: tuple, kwargs: dict[st
     if isinstance(mask, attention.LazyMask):
         narrowed["attention_mask"] = mask.dense() if blend.rows is None else blend.row_mask(mask, layer_idx)
     elif blend.masks == "dense" and isinstance(mask, Tensor) and mask.shape[2:3] == (blend.length,):
-        narrowed["attention_mask"] = blend.narrow_mask(mask)
+        narrowed["attention_mask"] = blend.taken.of_mask(mask)
     else:
         raise UnsupportedModelError(
             f"layer {layer_idx} ({type(layer).__name__}) makes its own attention mask, which cannot be narrowed exactly"
@@ -359,7 +359,7 @@ def _before_layer(layer_idx: int, layer: nn.Module, args: tuple, kwargs: dict[st
 
 def _narrow(blend: Blend, kwargs: dict[str, Any]) -> dict[str, Any]:
     """What has a row for each token, for the rows computed; everything else as it is."""
-    return {k: blend.narrow(v) if _compat.has_rows(k) else v for k, v in kwargs.items()}
+    return {k: blend.taken.of(v) if _compat.has_rows(k) else v for k, v in kwargs.items()}
 
 
 def _after_decoder(decoder: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,36 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
         return x.index_select(1, index[0])
     batch = torch.arange(index.shape[0], device=x.device)[:, None] if x.shape[0] > 1 else torch.zeros_like(index)
     return x[batch, index]
+
+
+class TakenRows:
+    """Tensors at the rows that are computed, each made once for all layers that share it.
+
+    Args:
+        rows: `[B, S]` prompt indices; None for all, which leaves everything as it is.
+    """
+
+    def __init__(self, rows: Tensor | None) -> None:
+        self._rows = rows
+        self._made: dict[int, tuple[Any, Any]] = {}
+
+    def of(self, value: Any) -> Any:
+        """Those of a tensor `[B or 1, T, ...]`, or of the tensors in a tuple; anything else as it is."""
+        if isinstance(value, tuple | list):
+            return tuple(map(self.of, value))
+        if self._rows is None or not isinstance(value, Tensor) or value.ndim < 2:
+            return value
+        if id(value) not in self._made:
+            self._made[id(value)] = value, take_rows(value, self._rows)
+        return self._made[id(value)][1]
+
+    def of_mask(self, mask: Tensor) -> Tensor:
+        """Those of a mask `[B or 1, H or 1, T, keys]`."""
+        if self._rows is None:
+            return mask
+        if id(mask) not in self._made:
+            self._made[id(mask)] = mask, take_rows(mask.transpose(1, 2), self._rows).transpose(1, 2)
+        return self._made[id(mask)][1]
 
 
 def left_pad(row: Tensor, width: int) -> Tensor:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,9 +19,8 @@ from blendkv.facts import ModelFacts
 from blendkv.layout import Piece
 from blendkv.loading.controller import Controller
 from blendkv.loading.decision import TEXT
-from blendkv.loading.guided import Guided
+from blendkv.loading.guided import Guided, allowed
 from blendkv.loading.pipeline import Pipeline
-from blendkv.loading.plans import Offer
 from blendkv.loading.progress import Progress
 from blendkv.loading.sparing import Sparing
 from blendkv.loading.timely import Timely
@@ -173,10 +171,11 @@ class Supply:
             return {}
         report.note_faults(before, faults_of(self.pool))
         have: dict[str, Chunk] = {}
+        accepts = self._accepts()
         for (key, (piece, conditioning)), got in zip(wanted.items(), found, strict=True):
             if got.tier == TEXT and got.chunk is None:
                 have[key] = MissingChunk(torch.tensor(piece.ids), TEXT)
-            elif (chunk := self._checked(got.chunk, piece, conditioning)) is not None and self._accepts(chunk):
+            elif (chunk := self._checked(got.chunk, piece, conditioning)) is not None and accepts(chunk):
                 have[key] = chunk
                 if got.tier != TEXT:
                     report.loaded[got.tier] = report.loaded.get(got.tier, 0) + len(chunk)
@@ -235,14 +234,14 @@ class Supply:
         """
         there = {key: lacking[key] for key in lacking if key in self.pool and key not in before}
         have |= self.usable(there, report, budget)
-        lacking = {key: piece for key, piece in lacking.items() if key not in have}
+        lacking, accepts = {key: piece for key, piece in lacking.items() if key not in have}, self._accepts()
         for conditioning in dict.fromkeys(c for _, c in lacking.values()):
             group = {key: piece for key, (piece, c) in lacking.items() if c == conditioning}
             with report.clock.stage("prefill"):
                 made = self.compute(group, conditioning)
             report.prefilled_tokens += sum(map(len, made))
             for key, own, (chunk, kept) in zip(group, made, self._put(made, report, budget), strict=True):
-                have[key] = chunk if self._accepts(chunk) else own
+                have[key] = chunk if accepts(chunk) else own
                 report.put_failures += not kept
 
     def _put(
@@ -258,21 +257,11 @@ class Supply:
         report.note_faults(before, faults_of(self.pool))
         return kept
 
-    def _accepts(self, chunk: ChunkCache) -> bool:
-        """Whether a chunk loses no more than the controller allows; of one that raises, whether it loses nothing."""
-        level, controller = chunk.coded, self.controller
-        if controller is None or level is None or not level.profile:
-            return True
-        facts, weight = attachment_of(self.model).facts, next(self.model.parameters())
-        dtype = weight.dtype if weight.dtype.is_floating_point else facts.dtype
-        offer = Offer(chunk.key, len(chunk), 0, 0, "", level.codec, level.name, level.level, True, level.profile)
-        costs = None
-        with suppress(Exception):  # a plug-in's
-            costs = controller.ready(facts.fingerprint, weight.device, dtype)
-        try:
-            return controller.may(offer, costs)
-        except Exception:
-            return False
+    def _accepts(self) -> Callable[[ChunkCache], bool]:
+        """Says of chunks whether they lose no more than the controller allows, which is asked once for each level."""
+        controller, attachment = self.controller, attachment_of(self.model)
+        of = cache(lambda level: controller is None or level is None or allowed(controller, attachment, level))
+        return lambda chunk: of(chunk.coded)
 
     def _checked(self, chunk: ChunkCache | None, piece: Piece, conditioning: tuple[int, ...]) -> ChunkCache | None:
         """A chunk from the store only if it is what its key says: even a broken hash serves nothing wrong."""

@@ -13,7 +13,8 @@ from transformers.cache_utils import DynamicCache
 from blendkv import _compat
 from blendkv.attaching import attach, attachment_of
 from blendkv.chunk import ChunkCache
-from blendkv.chunkfile import decode_chunk, encode_chunk
+from blendkv.chunkfile import decode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import Codec, Profile
 from blendkv.prefilling import prefill
 from blendkv.rope import on_device

@@ -29,7 +29,8 @@ from typing import Any
 import torch
 import xxhash
 
-from blendkv.chunkfile import ChunkFile, encode_chunk
+from blendkv.chunkfile import ChunkFile
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import get_codec
 from blendkv.codecs.raw import Raw
 from blendkv.container import ContainerReader, Header, LayerShape

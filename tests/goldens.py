@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from blendkv.chunk import ChunkCache, framed
-from blendkv.chunkfile import decode_chunk, encode_chunk
+from blendkv.chunkfile import decode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import LayerShape, Profile, get_codec, load_profile
 from blendkv.container import ContainerReader, Header
 from tests.codecs import twin

@@ -7,7 +7,8 @@ from transformers.cache_utils import DynamicCache
 from blendkv import _compat, calibrating, prefill
 from blendkv.attaching import attach, attachment_of
 from blendkv.calibrating import TARGET, calibrate
-from blendkv.chunkfile import decode_chunk, encode_chunk
+from blendkv.chunkfile import decode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import LayerShape, get_codec
 from blendkv.codecs.statistics import Statistics
 from blendkv.families import tiny_family

@@ -9,7 +9,8 @@ import torch
 
 from blendkv import codecs, prefill
 from blendkv.attaching import attachment_of
-from blendkv.chunkfile import ChunkFile, decode_chunk, encode_chunk
+from blendkv.chunkfile import ChunkFile, decode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import get_codec
 from blendkv.prefilling import first_layer_of
 from blendkv.testing import FAMILIES, tiny_model

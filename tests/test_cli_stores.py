@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from blendkv._options import read_age, read_size, shown_age, shown_size
-from blendkv.chunkfile import encode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.cli import main
 from blendkv.contract import key_for
 from blendkv.stores import DiskStore

@@ -14,7 +14,8 @@ container.sources container.writer container.reader container codecs.classes cod
 codecs.rans codecs.base codecs.raw codecs.profile codecs.protect codecs.statistics codecs.transform codecs.klt
 codecs.cachegen codecs.fitting codecs _compat compiling flops listening report kernels.table chunk weights rope
 kernels.naive kernels.placing kernels.rows kernels.rans kernels.klt kernels.mass kernels.attention kernels levelkeys
-chunkfile overlap expanding landing prompt selectors.base selectors.static selectors.deviation selectors.attention
+chunkfile chunkwriter overlap expanding landing prompt selectors.base selectors.static selectors.deviation
+selectors.attention
 selectors.stored selectors.combined selectors.names selectors correctors stores.base stores.deadline stores.keys
 stores.urls stores.files stores.hits stores.inventory stores.disk stores.breaker stores.resp stores.valkey_server
 stores.valkey_servers stores.valkey_url stores.valkey stores.catalog stores.valkey_centre stores.http

@@ -24,7 +24,8 @@ from blendkv.bench.coders import sections_of, zstd1
 from blendkv.bench.measure import median
 from blendkv.bench.results import device_name, versions
 from blendkv.chunk import ChunkCache
-from blendkv.chunkfile import decode_chunk, encode_chunk
+from blendkv.chunkfile import decode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import Codec, Profile, codec_class, get_codec
 from blendkv.codecs.profile import profile_for
 from blendkv.container import ContainerReader

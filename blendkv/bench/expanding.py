@@ -11,7 +11,8 @@ import torch
 from blendkv.bench.kernels import Timer
 from blendkv.bench.results import device_name
 from blendkv.chunk import ChunkCache
-from blendkv.chunkfile import ChunkFile, encode_chunk
+from blendkv.chunkfile import ChunkFile
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import LayerShape, Profile
 from blendkv.codecs.klt import KLT
 from blendkv.codecs.transform import parts_of

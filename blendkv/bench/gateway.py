@@ -193,7 +193,7 @@ def _make_entries(folder: str, count: int, size: int) -> dict[str, str]:
     import torch
 
     from blendkv.chunk import ChunkCache
-    from blendkv.chunkfile import encode_chunk
+    from blendkv.chunkwriter import encode_chunk
     from blendkv.stores import DiskStore
     from blendkv.stores.keys import place_of
 

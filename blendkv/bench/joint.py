@@ -23,7 +23,8 @@ from blendkv.bench.methods import Blend
 from blendkv.bench.results import model_device_name, versions
 from blendkv.bench.tasks import Example, read_examples
 from blendkv.chunk import ChunkCache
-from blendkv.chunkfile import decode_chunk, encode_chunk
+from blendkv.chunkfile import decode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import Codec, Profile, get_codec
 from blendkv.codecs.fitting import coarser
 from blendkv.selectors import Selector, get_selector

@@ -20,7 +20,8 @@ from blendkv.bench.methods import forced_logits
 from blendkv.bench.throttle import ThrottledStore
 from blendkv.cache import BlendedCache
 from blendkv.chunk import ChunkCache, MissingChunk
-from blendkv.chunkfile import decode_chunk, encode_chunk
+from blendkv.chunkfile import decode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import Codec
 from blendkv.levelkeys import LevelId, name_of
 from blendkv.loading.controller import Controller

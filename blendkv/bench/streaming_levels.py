@@ -23,7 +23,8 @@ from blendkv.bench.sending import move_rows, order_rows
 from blendkv.bench.streaming import Prompt
 from blendkv.calibrating import calibrate
 from blendkv.chunk import ChunkCache
-from blendkv.chunkfile import decode_chunk, encode_chunk
+from blendkv.chunkfile import decode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import Codec, Profile, get_codec
 from blendkv.levelkeys import name_of
 from blendkv.loading.levels import write_levels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -57,11 +58,10 @@ class Guided:
         self._sparing, self._least_gap, self._first = sparing, least_gap, first
         self._spared: dict[float, Mapping[str, np.ndarray]] = {}
         self._shares: dict[tuple, float] = {}
-        facts, weight = attachment.facts, next(attachment.model.parameters())
-        dtype = weight.dtype if weight.dtype.is_floating_point else facts.dtype
+        facts = attachment.facts
         self.costs: Costs | None = None
         try:
-            self.costs = controller.ready(facts.fingerprint, weight.device, dtype)
+            self.costs = _costs(controller, attachment)
             report.notes += self.costs.notes
         except Exception as error:
             report.notes.append(f"the loading controller chose nothing: {error!r}")
@@ -158,11 +158,7 @@ class Guided:
         return self._allows(_offer(level))
 
     def _allows(self, offer: Offer) -> bool:
-        """As the controller says; of one that raises, only what loses nothing."""
-        try:
-            return self._controller.may(offer, self.costs)
-        except Exception:
-            return not offer.lossy
+        return _allows(self._controller, offer, self.costs)
 
     def _choose(self, there: Mapping[str, Sequence[Place]], costs: Costs) -> Mapping[str, Sequence[Place]]:
         offers = {key: {self.offer(key, place): place for place in places} for key, places in there.items()}
@@ -207,6 +203,29 @@ class Guided:
         if costs is not None and progress.loaded_s is not None and len(progress.nbytes) == 1:
             ((url, nbytes),) = progress.nbytes.items()
             costs.saw_transfer(url, nbytes, progress.loaded_s)
+
+
+def allowed(controller: Controller, attachment: Attachment, level: LevelId) -> bool:
+    """Whether a controller lets what is of a level be used with a model, whatever the prompt."""
+    costs = None
+    if level.profile:
+        with suppress(Exception):  # a plug-in's
+            costs = _costs(controller, attachment)
+    return _allows(controller, _offer(level), costs)
+
+
+def _costs(controller: Controller, attachment: Attachment) -> Costs:
+    facts, weight = attachment.facts, next(attachment.model.parameters())
+    dtype = weight.dtype if weight.dtype.is_floating_point else facts.dtype
+    return controller.ready(facts.fingerprint, weight.device, dtype)
+
+
+def _allows(controller: Controller, offer: Offer, costs: Costs | None) -> bool:
+    """As the controller says; of one that raises, only what loses nothing."""
+    try:
+        return controller.may(offer, costs)
+    except Exception:
+        return not offer.lossy
 
 
 def _offer(level: LevelId, key: str = "", tokens: int = 0, nbytes: int = 0, decoded: int = 0, url: str = "") -> Offer:

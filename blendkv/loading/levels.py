@@ -8,7 +8,7 @@ from contextvars import copy_context
 from dataclasses import dataclass, replace
 
 from blendkv.chunk import ChunkCache
-from blendkv.chunkfile import encode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import Codec
 from blendkv.container import read_head
 from blendkv.levelkeys import level_key, name_of

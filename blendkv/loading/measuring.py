@@ -15,7 +15,8 @@ from blendkv import _compat, flops
 from blendkv.attaching import attach, attachment_of
 from blendkv.cache import BlendedCache, make_schedule
 from blendkv.chunk import ChunkCache
-from blendkv.chunkfile import ChunkFile, encode_chunk
+from blendkv.chunkfile import ChunkFile
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import Codec, get_codec
 from blendkv.errors import StoreError
 from blendkv.levelkeys import name_of

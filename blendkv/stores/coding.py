@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass
 
 from blendkv.chunk import ChunkCache
-from blendkv.chunkfile import encode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import Codec, Profile, get_codec
 from blendkv.levelkeys import id_of
 

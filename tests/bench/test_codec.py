@@ -12,7 +12,7 @@ from blendkv.bench import codec as bench
 from blendkv.bench.codec_table import caption, cells, markdown
 from blendkv.bench.coders import sections_of, zstd1
 from blendkv.bench.results import merged, read_rows
-from blendkv.chunkfile import encode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import get_codec
 from blendkv.texts import count_known, passages
 from blendkv.trials import Trial

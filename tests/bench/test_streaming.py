@@ -13,7 +13,7 @@ from blendkv.bench.sending import MOVES, move_rows, order_rows, send
 from blendkv.bench.simulation import simulate
 from blendkv.bench.streaming import Prompt, checks, streaming_rows
 from blendkv.bench.throttle import ThrottledStore
-from blendkv.chunkfile import encode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.cli import main
 from blendkv.codecs import get_codec
 from blendkv.loading.clocks import VirtualClock

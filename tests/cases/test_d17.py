@@ -5,7 +5,8 @@ import torch
 
 from blendkv import BlendedCache, ChunkLibrary, ChunkMissError, Pool, attach, prefill
 from blendkv.attaching import attachment_of
-from blendkv.chunkfile import decode_chunk, encode_chunk
+from blendkv.chunkfile import decode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import LayerShape, get_codec
 from blendkv.testing import byte_tokenizer
 from tests.cases.common import answer, assert_same_run, forward, ids_of, model_of

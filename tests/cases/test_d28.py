@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from blendkv.calibrating import calibrate
-from blendkv.chunkfile import decode_chunk, encode_chunk
+from blendkv.chunkfile import decode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import codec_names, get_codec
 from blendkv.models import BUNDLED, load_model
 from blendkv.texts import Passage

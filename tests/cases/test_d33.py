@@ -2,7 +2,8 @@ import os
 
 import pytest
 
-from blendkv.chunkfile import ChunkFile, decode_chunk, encode_chunk
+from blendkv.chunkfile import ChunkFile, decode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import get_codec
 from blendkv.errors import ChunkFileError
 from tests.chunks import assert_same

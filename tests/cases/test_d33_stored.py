@@ -7,7 +7,7 @@ import random
 import pytest
 
 from blendkv import Pool, TieredStore
-from blendkv.chunkfile import encode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.stores import DiskStore
 from tests.cases.common import assert_same_answer, model_of
 from tests.cases.stored import ask, assert_hit, assert_missed, files_of, library, local

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from blendkv import Pool, TieredStore
-from blendkv.chunkfile import encode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.stores import DiskStore
 from tests.cases.common import assert_same_answer, digest, model_of
 from tests.cases.stored import ask, library, local

@@ -1,7 +1,7 @@
 import pytest
 
 from blendkv import Pool, TieredStore
-from blendkv.chunkfile import encode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.stores import DiskStore, disk, pool
 from tests.cases.common import assert_same_answer, model_of
 from tests.cases.stored import ask, assert_hit, files_of, library, local

@@ -6,8 +6,8 @@ from blendkv import Pool, TieredStore
 from tests.cases.common import assert_same_answer, model_of
 from tests.cases.stored import ask, full, library, local, within
 from tests.chunks import assert_same, make_chunk
-from tests.patience import SLACK_S
-from tests.stores.servers import BINARY, Proxy, Server, until
+from tests.patience import SLACK_S, until
+from tests.stores.servers import BINARY, Proxy, Server
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="no valkey-server or redis-server on this machine")
 

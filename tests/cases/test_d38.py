@@ -3,7 +3,8 @@ import pickle
 import pytest
 import torch
 
-from blendkv.chunkfile import ChunkFile, decode_chunk, encode_chunk
+from blendkv.chunkfile import ChunkFile, decode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import get_codec, load_profile
 from blendkv.codecs.profile import profile_folder
 from blendkv.errors import ChunkFileError

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from blendkv.chunkfile import ChunkFile, encode_chunk
+from blendkv.chunkfile import ChunkFile
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import get_codec, rans
 from blendkv.codecs.cachegen import GROUP, sides_of
 from blendkv.errors import ChunkFileError

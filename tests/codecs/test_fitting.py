@@ -6,7 +6,8 @@ from math import log2
 import pytest
 import torch
 
-from blendkv.chunkfile import decode_chunk, encode_chunk
+from blendkv.chunkfile import decode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import LayerShape, cachegen, fitting, get_codec
 from blendkv.codecs.fitting import FINEST, SMOOTHING, fit_transform
 from blendkv.codecs.statistics import Moments, Statistics, flat, units_of

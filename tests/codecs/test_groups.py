@@ -5,7 +5,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from blendkv.chunkfile import ChunkFile, encode_chunk
+from blendkv.chunkfile import ChunkFile
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import get_codec
 from tests.codecs.test_lossy import VARIANTS, codec_of
 from tests.codecs.toy import Toy

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from blendkv.chunkfile import decode_chunk, encode_chunk
+from blendkv.chunkfile import decode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import LayerShape, get_codec, rans, transform
 from blendkv.codecs.klt import KLT, LARGEST_BASE, base_rows
 from blendkv.codecs.protect import protected_bytes

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blendkv import codecs
-from blendkv.chunkfile import ChunkFile, decode_chunk, encode_chunk
+from blendkv.chunkfile import ChunkFile, decode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import LayerShape, get_codec
 from blendkv.codecs.statistics import Statistics
 from blendkv.container import ContainerReader, pack

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from blendkv.chunkfile import decode_chunk, encode_chunk
+from blendkv.chunkfile import decode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import LayerShape, Profile, get_codec, load_profile
 from blendkv.codecs.profile import profile_folder, read_profile
 from blendkv.errors import ChunkFileError

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from blendkv import codecs
-from blendkv.chunkfile import decode_chunk, encode_chunk
+from blendkv.chunkfile import decode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import Codec, codec_names, get_codec
 from blendkv.codecs.raw import Raw
 from blendkv.container import LayerShape

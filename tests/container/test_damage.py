@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 import xxhash
 
-from blendkv.chunkfile import ChunkFile, decode_chunk, encode_chunk
+from blendkv.chunkfile import ChunkFile, decode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.container import ContainerReader
 from blendkv.errors import BlendError, ChunkFileError
 from tests.chunks import assert_same, index_at, make_chunk, payload_start

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blendkv.chunkfile import decode_chunk, encode_chunk
+from blendkv.chunkfile import decode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.container import Arrangement, ContainerReader, Header, LayerShape, TokenStream, pack, write
 from blendkv.container.format import DTYPES, MAX_HEAD
 from blendkv.container.header import Head

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import blendkv
-from blendkv.chunkfile import decode_chunk, encode_chunk
+from blendkv.chunkfile import decode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.errors import ChunkFileError
 from tests.chunks import make_chunk
 

@@ -6,7 +6,8 @@ import mmap
 import fsspec
 import pytest
 
-from blendkv.chunkfile import ChunkFile, decode_chunk, encode_chunk
+from blendkv.chunkfile import ChunkFile, decode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.container import ContainerReader, MemorySource, RangeSource, Source
 from blendkv.container.reader import FIRST_READ
 from blendkv.errors import ChunkFileError

@@ -11,7 +11,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from blendkv.chunkfile import ChunkFile, encode_chunk
+from blendkv.chunkfile import ChunkFile
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import get_codec
 from blendkv.container import Arrangement, Header, LayerShape
 from blendkv.container import format as f

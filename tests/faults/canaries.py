@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 import blendkv
-from blendkv.chunkfile import decode_chunk, encode_chunk
+from blendkv.chunkfile import decode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import load_profile
 from blendkv.errors import BlendError
 from blendkv.stores import Pool, RemoteStore, TieredStore, open_store

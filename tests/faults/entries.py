@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from blendkv.chunk import ChunkCache, chunk_key
-from blendkv.chunkfile import decode_chunk, encode_chunk
+from blendkv.chunkfile import decode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import Codec, LayerShape, get_codec
 from blendkv.stores import Pool, StoreStats, TieredStore
 from tests.drawn import SMALL, chunk_of, profile_of

@@ -16,7 +16,8 @@ from typing import Any
 from blendkv.attaching import attach
 from blendkv.cache import BlendedCache
 from blendkv.chunk import MissingChunk
-from blendkv.chunkfile import decode_chunk, encode_chunk
+from blendkv.chunkfile import decode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import get_codec
 from blendkv.library import ChunkLibrary
 from blendkv.stores import DiskStore, Pool, RemoteStore, TieredStore

@@ -19,7 +19,8 @@ from blendkv import chunk as chunks
 from blendkv import chunkfile, supply
 from blendkv.attaching import attach
 from blendkv.chunk import ChunkCache, chunk_key, ids_bytes
-from blendkv.chunkfile import ChunkFile, encode_chunk
+from blendkv.chunkfile import ChunkFile
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import LayerShape, get_codec
 from blendkv.container.seals import Checksum
 from blendkv.errors import ChunkFileError

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from blendkv.chunk import ChunkCache, chunk_key
-from blendkv.chunkfile import encode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.stores import DiskStore, Pool, RemoteStore, TieredStore
 from blendkv.stores.valkey import ValkeyStore
 from tests.chunks import payload_start

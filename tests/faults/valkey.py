@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from blendkv.stores import deadline
 from blendkv.stores.valkey import ValkeyStore
-from tests.patience import SLACK_S
-from tests.stores.servers import BINARY, Proxy, Server, bus, clean, cluster, member, until
+from tests.patience import SLACK_S, until
+from tests.stores.servers import BINARY, Proxy, Server, bus, clean, cluster, member
 
 DEADLINE = 0.25
 MOST = DEADLINE * 1.1 + SLACK_S

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from blendkv.chunkfile import ChunkFile, encode_chunk
+from blendkv.chunkfile import ChunkFile
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import get_codec
 from blendkv.errors import ChunkFileError
 from blendkv.levelkeys import id_of

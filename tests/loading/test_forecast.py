@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from blendkv import BlendedCache, MissingChunk
-from blendkv.chunkfile import ChunkFile, encode_chunk
+from blendkv.chunkfile import ChunkFile
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import LayerShape, get_codec
 from blendkv.loading.sparing import Sparing, gaps, share_read, tokens_of
 from blendkv.plan import plan_row

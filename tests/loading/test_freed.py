@@ -5,7 +5,6 @@ Where torch and transformers are loaded, a full collection takes a quarter of a 
 
 import gc
 import threading
-import time
 import weakref
 
 import pytest
@@ -17,6 +16,7 @@ from blendkv.loading.pipeline import Pipeline
 from blendkv.loading.scheduler import TransferScheduler
 from blendkv.stores import Budget, TieredStore
 from tests.helpers import exact_chunk, run, tokens
+from tests.patience import until
 from tests.stores.dicts import DictStore
 
 SELECTORS = {"random": 0.3, "hkvd": 0.3, "attention": 0.3, "20%boundary+attention*hkvd": 0.3}
@@ -32,13 +32,6 @@ def uncollected():
     gc.disable()
     yield
     gc.enable()
-
-
-def until(what, seconds=20):
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_a_scheduler_holds_no_work_that_is_done_or_taken_back(uncollected):

@@ -4,7 +4,7 @@ import pytest
 
 from blendkv.bench.bandwidth import Bandwidth
 from blendkv.bench.throttle import Fault, ThrottledStore
-from blendkv.chunkfile import encode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.loading.assembly import Assembly
 from blendkv.loading.clocks import VirtualClock
 from blendkv.loading.handover import LIES, Handover, transfer

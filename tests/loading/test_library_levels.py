@@ -14,7 +14,8 @@ from blendkv.attaching import attach, attachment_of
 from blendkv.bench.bandwidth import Bandwidth
 from blendkv.bench.throttle import Fault, ThrottledStore
 from blendkv.calibrating import calibrate
-from blendkv.chunkfile import decode_chunk, encode_chunk
+from blendkv.chunkfile import decode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import get_codec
 from blendkv.levelkeys import id_of, level_key, name_of
 from blendkv.loading.controller import Controller
@@ -24,7 +25,7 @@ from blendkv.testing import tiny_model
 from blendkv.texts import Passage
 from tests.cases.stored import answer, library
 from tests.helpers import tokens
-from tests.loading.test_pipeline import until
+from tests.patience import until
 from tests.stores.dicts import DictStore
 
 LOSSES = {"klt@0": 0.01, "klt@4": 0.07, "klt@8": 0.6}

@@ -8,7 +8,8 @@ from typer.testing import CliRunner
 
 from blendkv.attaching import attach
 from blendkv.calibrating import calibrate
-from blendkv.chunkfile import decode_chunk, encode_chunk
+from blendkv.chunkfile import decode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.cli import main
 from blendkv.codecs import get_codec
 from blendkv.levelkeys import id_of

@@ -25,6 +25,7 @@ from blendkv.testing import FAMILIES, tiny_model
 from tests.chunks import assert_same, make_chunk
 from tests.helpers import exact_chunk, full, make_case, run, tokens, worst
 from tests.made_up import make_codec
+from tests.patience import until
 from tests.stores.dicts import DictStore
 
 LAYERS = 4
@@ -107,13 +108,6 @@ def test_answers_are_those_of_chunks_that_are_there(attached, selector, first):
         assert_same(chunk, one)  # waits for what is behind the first layer wanted
         until(lambda chunk=chunk: chunk.key in tiers.pool)
         assert_same(tiers.pool.get(chunk.key), one)
-
-
-def until(what, seconds=20):
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_layers_compute_while_others_are_on_their_way(attached):

@@ -14,6 +14,7 @@ from blendkv.loading.queues import POLICIES
 from blendkv.loading.scheduler import TransferScheduler, shared_scheduler
 from blendkv.stores import deadline
 from blendkv.stores.deadline import remaining
+from tests.patience import until
 
 
 @pytest.fixture(params=POLICIES)
@@ -34,13 +35,6 @@ class Gate:
     def run(self):
         self.begun.release()
         assert self.open.wait(20)
-
-
-def until(condition):
-    end = time.monotonic() + 20
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.005)
-    assert condition()
 
 
 def test_results_and_arguments(scheduler):

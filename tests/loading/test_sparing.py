@@ -23,8 +23,9 @@ from blendkv.stores import Budget, TieredStore
 from blendkv.testing import FAMILIES
 from tests.chunks import assert_same
 from tests.helpers import exact_chunk, full, make_case, run, tokens, worst
-from tests.loading.test_pipeline import LAYERS, RangeStore, in_time, until
+from tests.loading.test_pipeline import LAYERS, RangeStore, in_time
 from tests.made_up import fit_profile
+from tests.patience import until
 
 LENGTHS = (70, 40, 97)
 STATIC = ("boundary", "every-3", "random-2", "boundary@per-chunk", "20%random+80%boundary", "all", "none")

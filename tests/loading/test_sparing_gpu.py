@@ -12,8 +12,9 @@ from blendkv.stores import TieredStore
 from blendkv.testing import tiny_model
 from tests.chunks import assert_same
 from tests.helpers import make_case, run
-from tests.loading.test_pipeline import LAYERS, until
+from tests.loading.test_pipeline import LAYERS
 from tests.loading.test_sparing import LENGTHS, stored
+from tests.patience import until
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from blendkv.chunkfile import encode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.serving.limits import Limits
 from blendkv.serving.logs import Log
 from blendkv.serving.server import GatewayServer, Settings

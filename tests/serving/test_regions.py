@@ -10,17 +10,11 @@ from blendkv.errors import StoreError
 from blendkv.stores import open_store
 from blendkv.stores.catalog import MemoryCentre, Named, Region
 from blendkv.stores.http_centre import HttpCentre
+from tests.patience import until
 from tests.serving.gateways import AUTH, TOKEN, chunk_file, disk, gateway, path_of
 from tests.stores.servers import BINARY, Server
 
 KEYS = ("a" * 64, "b" * 64)
-
-
-def until(condition, seconds=20):
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    assert condition()
 
 
 class Pair:

@@ -18,7 +18,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from tests.patience import SLACK_S
+from tests.patience import until
 
 BINARY = shutil.which("valkey-server") or shutil.which("redis-server")
 
@@ -238,16 +238,6 @@ def answering(reply: bytes) -> Iterator[int]:
     finally:
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()
-
-
-def until(what: Callable[[], object], seconds: float) -> float:
-    """Waits until something is true; how long it took."""
-    start = time.monotonic()
-    while not what():
-        if time.monotonic() - start > seconds + SLACK_S:
-            raise TimeoutError(f"not within {seconds} s")
-        time.sleep(0.02)
-    return time.monotonic() - start
 
 
 def cluster(count: int = 3, replicas: int = 1, timeout_ms: int = 2000) -> list[Server]:

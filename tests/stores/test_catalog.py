@@ -8,8 +8,8 @@ import pytest
 
 from blendkv.errors import StoreError
 from blendkv.stores.catalog import MemoryCentre, Region
-from tests.patience import SLACK_S
-from tests.stores.servers import BINARY, Proxy, Server, until
+from tests.patience import SLACK_S, until
+from tests.stores.servers import BINARY, Proxy, Server
 
 needs_server = pytest.mark.skipif(BINARY is None, reason="no valkey-server or redis-server on this machine")
 

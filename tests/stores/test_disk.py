@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from blendkv.chunkfile import ChunkFile, encode_chunk
+from blendkv.chunkfile import ChunkFile
+from blendkv.chunkwriter import encode_chunk
 from blendkv.contract import bytes_for, key_for
 from blendkv.errors import BlendError, StoreError
 from blendkv.stores import DiskStore, SavedStore, deadline, open_store

@@ -9,7 +9,8 @@ import torch
 
 from blendkv import ChunkLibrary, Pool, kernels
 from blendkv.calibrating import calibrate
-from blendkv.chunkfile import decode_chunk, encode_chunk
+from blendkv.chunkfile import decode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import get_codec
 from blendkv.stores.pool import Encoded
 from blendkv.testing import byte_tokenizer, tiny_model

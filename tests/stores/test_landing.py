@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from blendkv.chunk import chunk_key
-from blendkv.chunkfile import ChunkFile, encode_chunk
+from blendkv.chunkfile import ChunkFile
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import get_codec
 from blendkv.landing import Landing
 from blendkv.stores import DiskStore, Pool, TieredStore, tiered

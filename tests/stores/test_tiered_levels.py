@@ -28,7 +28,8 @@ def far():
 
 
 def decoded(chunk, codec):
-    from blendkv.chunkfile import decode_chunk, encode_chunk
+    from blendkv.chunkfile import decode_chunk
+    from blendkv.chunkwriter import encode_chunk
 
     return decode_chunk(encode_chunk(chunk, codec), profiles=getattr(codec, "profile", None))
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from blendkv.chunk import chunk_key, ids_bytes
-from blendkv.chunkfile import encode_chunk
+from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import get_codec
 from blendkv.container import read_head
 from blendkv.contract import bytes_for, key_for

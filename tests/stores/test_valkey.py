@@ -21,8 +21,8 @@ from blendkv.stores.valkey import ValkeyStore
 from blendkv.stores.valkey_centre import ValkeyCentre
 from blendkv.stores.valkey_server import TimedSocket
 from blendkv.stores.valkey_url import parse
-from tests.patience import SLACK_S
-from tests.stores.servers import BINARY, Proxy, Server, answering, bus, free_port, member, until
+from tests.patience import SLACK_S, until
+from tests.stores.servers import BINARY, Proxy, Server, answering, bus, free_port, member
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="no valkey-server or redis-server on this machine")
 PIECE = 4096

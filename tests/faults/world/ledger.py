@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from blendkv.chunk import ChunkCache, chunk_key
-from blendkv.chunkfile import encode_chunk
+from blendkv.chunkwriter import encode_chunk
 from tests.chunks import make_chunk
 
 SECRET = b"a secret of the third tenant"
