@@ -9,11 +9,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
+
+from blendkv.plugins import plugins
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ _CORRECTORS: dict[str, type[Corrector]] = {"mean-shift": MeanShift, "temperature
 
 def corrector_names() -> list[str]:
     """Families that `get_corrector` knows, with those of plug-ins (entry point group `blendkv.correctors`)."""
-    return sorted({*_CORRECTORS, *(e.name for e in entry_points(group="blendkv.correctors"))})
+    return sorted({*_CORRECTORS, *plugins("blendkv.correctors")})
 
 
 def get_corrector(corrector: str | Corrector | None) -> Corrector | None:
@@ -190,9 +191,9 @@ def get_corrector(corrector: str | Corrector | None) -> Corrector | None:
     if corrector is None or isinstance(corrector, Corrector):
         return corrector
     name = str(corrector)
-    plugins = {entry.name: entry.load for entry in entry_points(group="blendkv.correctors")}
-    known: dict[str, Callable[[], type[Corrector]]] = plugins | {
-        family: lambda kind=kind: kind for family, kind in _CORRECTORS.items()
+    known: dict[str, Callable[[], type[Corrector]]] = {
+        **{family: entry.load for family, entry in plugins("blendkv.correctors").items()},
+        **{family: lambda kind=kind: kind for family, kind in _CORRECTORS.items()},
     }
     for family in sorted(known, key=len, reverse=True):  # a family may have hyphens in its own name
         if name == family or name.startswith(f"{family}-"):

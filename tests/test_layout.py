@@ -9,7 +9,7 @@ import blendkv
 
 PACKAGE = Path(blendkv.__file__).parent
 _ORDER = """
-_version _paths _extras errors sockets container.format container.seals container.header container.packing
+_version _paths _extras errors plugins sockets container.format container.seals container.header container.packing
 container.sources container.writer container.reader container codecs.classes codecs.tables codecs.naive codecs.loops
 codecs.rans codecs.base codecs.raw codecs.profile codecs.protect codecs.statistics codecs.transform codecs.klt
 codecs.cachegen codecs.fitting codecs _compat compiling flops listening report kernels.table chunk weights rope

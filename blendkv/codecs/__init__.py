@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import Any
 
 from blendkv.codecs.base import DTYPES, Arrangement, Codec, LayerShape, apart, dtype_name
 from blendkv.codecs.profile import Profile, load_profile
 from blendkv.container import Header
 from blendkv.errors import ChunkFileError
+from blendkv.plugins import plugins
 
 __all__ = [
     "DTYPES",
@@ -44,7 +45,7 @@ Profiles = Profile | Mapping[str, Any] | Callable[[str], Any]
 @cache
 def _entries() -> dict[str, EntryPoint]:
     own = {name: EntryPoint(name, value, GROUP) for name, value in _CODECS.items()}
-    return {entry.name: entry for entry in entry_points(group=GROUP)} | own
+    return {**plugins(GROUP), **own}
 
 
 def codec_names() -> list[str]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
-
+from blendkv.plugins import plugins
 from blendkv.selectors.attention import Attention
 from blendkv.selectors.base import Candidates, Selector
 from blendkv.selectors.combined import First, PerChunk, Product, Union, Window
@@ -32,6 +31,8 @@ __all__ = [
     "selector_names",
 ]
 
+GROUP = "blendkv.selectors"
+"""Entry point group in which other packages register families."""
 _SELECTORS: dict[str, type[Selector]] = {
     "attention": Attention,
     "hkvd": HKVD,
@@ -46,7 +47,7 @@ _SELECTORS: dict[str, type[Selector]] = {
 
 def selector_names() -> list[str]:
     """Families that `get_selector` knows, with those of installed plug-ins (entry point group `blendkv.selectors`)."""
-    return sorted({*_SELECTORS, *(e.name for e in entry_points(group="blendkv.selectors"))})
+    return sorted({*_SELECTORS, *plugins(GROUP)})
 
 
 def get_selector(selector: str | Selector) -> Selector:
@@ -64,14 +65,12 @@ def get_selector(selector: str | Selector) -> Selector:
 
 def _of_family(name: str) -> Selector:
     """The selector of a family's name and what follows it; a family may have hyphens in its own name."""
-    parts, plugins = name.split("-"), None
+    parts = name.split("-")
     for count in range(len(parts), 0, -1):
         family, argument = "-".join(parts[:count]), "-".join(parts[count:])
         if family in _SELECTORS:
             return _SELECTORS[family].parse(argument)
-        if plugins is None:  # looking for packages takes 10 ms
-            plugins = {e.name: e for e in entry_points(group="blendkv.selectors")}
-        if family in plugins:
-            kind = plugins[family].load()
+        if family in plugins(GROUP):
+            kind = plugins(GROUP)[family].load()
             return kind.parse(argument) if argument else kind()
     raise ValueError(f"unknown selector {name!r}; choose one of {', '.join(selector_names())}")

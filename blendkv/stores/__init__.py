@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 from importlib import import_module
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from blendkv.errors import StoreError
+from blendkv.plugins import plugins
 from blendkv.stores.base import Entry, Store, StoreStats
 from blendkv.stores.deadline import Budget, deadline
 from blendkv.stores.urls import path_of, shown
@@ -84,7 +84,7 @@ def open_store(url: str, **options: Any) -> Store:
         raise StoreError(
             f"{shown(url)}: memory holds chunks, not bytes: use blendkv.stores.Pool; in tests, RemoteStore(URL)"
         )
-    plugin = next((e for e in entry_points(group="blendkv.stores") if e.name == scheme), None)
+    plugin = plugins("blendkv.stores").get(scheme)
     if scheme in _STORES:
         opener = _load(url, _STORES[scheme])
     elif plugin is not None:
@@ -102,7 +102,7 @@ def open_store(url: str, **options: Any) -> Store:
 
 def store_schemes() -> list[str]:
     """Schemes that `open_store` knows by itself and by plug-ins; fsspec's others work too."""
-    return sorted({*_STORES, *(e.name for e in entry_points(group="blendkv.stores"))})
+    return sorted({*_STORES, *plugins("blendkv.stores")})
 
 
 _VERBS = ("fetch", "put_many", "clear", "__contains__")
