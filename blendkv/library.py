@@ -224,12 +224,12 @@ class ChunkLibrary(PretrainedMixin):
             What was loaded, and which stores failed.
         """
         report, wanted = BlendReport(), self._wanted(documents, system)
-        self.supply.usable({self.supply.key(*piece): piece for piece in wanted}, report, Budget(deadline_s))
+        self.supply.usable(dict(zip(self.supply.keys(wanted), wanted, strict=True)), report, Budget(deadline_s))
         return report
 
     def keys(self, documents: Iterable[Any], system: str | None = None) -> list[str]:
         """Keys of the chunks that `prefill` would give, in order; nothing is looked up or computed."""
-        return [self.supply.key(*wanted) for wanted in self._wanted(documents, system)]
+        return self.supply.keys(self._wanted(documents, system))
 
     def assemble(self, documents: Iterable[Any], question: str, system: str | None = None) -> Prompt:
         """The prompt as pieces: the template's head, each document's chunks, separators, and the rest.

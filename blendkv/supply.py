@@ -71,10 +71,11 @@ class Supply:
     progress: bool
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def key(self, piece: Piece, conditioning: tuple[int, ...]) -> str:
-        """Of the chunk of a piece."""
-        fingerprint = attachment_of(self.model).facts.fingerprint
-        return chunk_key(piece.ids, fingerprint, conditioning, self.tokenizer_digest, self.namespace, self.secret)
+    def keys(self, wanted: Sequence[Wanted]) -> list[str]:
+        """Of the chunks of pieces."""
+        made_of = attachment_of(self.model).facts.fingerprint  # looks at every weight: asked once for all
+        common = self.tokenizer_digest, self.namespace, self.secret
+        return [chunk_key(piece.ids, made_of, conditioning, *common) for piece, conditioning in wanted]
 
     def road(
         self, ids: Sequence[int], report: BlendReport, options: dict[str, Any], computes: bool = True
@@ -127,13 +128,12 @@ class Supply:
         Raises:
             ChunkMissError: with `strict`, if a chunk could not be stored.
         """
-        facts = attachment_of(self.model).facts
-        keys = [self.key(piece, conditioning) for piece, conditioning in wanted]
+        keys = self.keys(wanted)
         pieces: dict[str, Wanted] = {}
         for key, piece in zip(keys, wanted, strict=True):
             pieces.setdefault(key, piece)
         mine = [_same(pieces[key], piece) for key, piece in zip(keys, wanted, strict=True)]
-        budget = self._budget(facts, sum(len(piece.ids) for piece, _ in pieces.values()))
+        budget = self._budget(sum(len(piece.ids) for piece, _ in pieces.values()))
         before = {key for key in pieces if key in self.pool}
         have: dict[str, Chunk] = self.usable(pieces, report, budget, road)
         lacking = {key: piece for key, piece in pieces.items() if key not in have}
@@ -171,11 +171,11 @@ class Supply:
             return {}
         report.note_faults(before, faults_of(self.pool))
         have: dict[str, Chunk] = {}
-        accepts = self._accepts()
+        accepts, facts = self._accepts(), attachment_of(self.model).facts
         for (key, (piece, conditioning)), got in zip(wanted.items(), found, strict=True):
             if got.tier == TEXT and got.chunk is None:
                 have[key] = MissingChunk(torch.tensor(piece.ids), TEXT)
-            elif (chunk := self._checked(got.chunk, piece, conditioning)) is not None and accepts(chunk):
+            elif (chunk := self._checked(got.chunk, piece, conditioning, facts)) is not None and accepts(chunk):
                 have[key] = chunk
                 if got.tier != TEXT:
                     report.loaded[got.tier] = report.loaded.get(got.tier, 0) + len(chunk)
@@ -211,10 +211,11 @@ class Supply:
         report.prefilled_tokens += len(chunk)
         return chunk
 
-    def _budget(self, facts: ModelFacts, tokens: int) -> Budget:
+    def _budget(self, tokens: int) -> Budget:
         """How long this prompt may wait for stores."""
         if self.deadline_s is not None or not getattr(self.pool, "shared", False):
             return Budget(self.deadline_s)
+        facts = attachment_of(self.model).facts
         weight = next(self.model.parameters())
         dtype = weight.dtype if weight.dtype.is_floating_point else facts.dtype
         return Budget(max(DEADLINE_S, 0.1 * seconds_to_compute(facts.shape, tokens, weight.device, dtype)))
@@ -263,13 +264,15 @@ class Supply:
         of = cache(lambda level: controller is None or level is None or allowed(controller, attachment, level))
         return lambda chunk: of(chunk.coded)
 
-    def _checked(self, chunk: ChunkCache | None, piece: Piece, conditioning: tuple[int, ...]) -> ChunkCache | None:
+    def _checked(
+        self, chunk: ChunkCache | None, piece: Piece, conditioning: tuple[int, ...], facts: ModelFacts
+    ) -> ChunkCache | None:
         """A chunk from the store only if it is what its key says: even a broken hash serves nothing wrong."""
         if chunk is None:
             return None
         same = (
             tuple(chunk.ids.tolist()) == piece.ids
-            and attachment_of(self.model).facts.mismatch(chunk) is None
+            and facts.mismatch(chunk) is None
             and chunk.conditioning == conditioning
             and chunk.tokenizer == self.tokenizer_digest
             and chunk.namespace == self.namespace
