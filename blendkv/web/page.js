@@ -1,5 +1,5 @@
 // Ctrl-Enter (Cmd-Enter) anywhere runs the comparison; what is going on is announced to screen readers, and on a narrow
-// screen, where it is far below, scrolled to.
+// screen, where it is far below, scrolled to. Stop says at once that it was heard: what the run says comes after it.
 () => {
   document.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
@@ -15,6 +15,10 @@
     status.setAttribute("aria-live", "polite");
     document.querySelector("#bk-run").addEventListener("click", () => {
       if (window.innerWidth < 700) status.scrollIntoView({ block: "start" });
+    });
+    document.querySelector("#bk-stop").addEventListener("click", () => {
+      const said = status.querySelector(".bk-status");
+      if (said && said.textContent.endsWith("...")) said.textContent = "Stopping at the next token ...";
     });
   }
 }

@@ -111,9 +111,8 @@ def build(comparison: Comparison, title: str, visitors: Visitors) -> gr.Blocks:
         def begin(request: gr.Request) -> tuple[int, str]:
             return visitors.begin(str(request.session_hash)), drawing.status("Waiting for a turn ...")
 
-        def halt(request: gr.Request) -> Any:
-            running = visitors.stop(str(request.session_hash))
-            return drawing.status("Stopping at the next token ...") if running else gr.skip()
+        def halt(request: gr.Request) -> None:  # page.js shows it: an answer might come after the run's last view
+            visitors.stop(str(request.session_hash))
 
         def leave(request: gr.Request) -> None:
             visitors.leave(str(request.session_hash))
@@ -127,7 +126,7 @@ def build(comparison: Comparison, title: str, visitors: Visitors) -> gr.Blocks:
             tell, [number, *documents, question, ratio, selector], [status, results, tokens, origins],
             concurrency_limit=1, concurrency_id="model", trigger_mode="multiple", **hidden,
         )  # fmt: skip
-        stop.click(halt, None, status, queue=False, **hidden)
+        stop.click(halt, queue=False, **hidden)
         shuffle.click(shuffled, documents, documents, queue=False, **hidden)
         more.click(added, boxes, [boxes, more, *documents], queue=False, **hidden)
         page.unload(leave)

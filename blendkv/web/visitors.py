@@ -32,11 +32,10 @@ class Visitors:
         over.set()
         return over
 
-    def stop(self, visitor: str) -> bool:
-        """The visitor's run ends at its next token, or when its turn comes; False if there is none."""
+    def stop(self, visitor: str) -> None:
+        """The visitor's run, if there is one, ends at its next token, or when its turn comes."""
         with self._lock:
             self._stop(visitor)
-            return visitor in self._runs
 
     def end(self, visitor: str, number: int) -> None:
         """The run is over."""

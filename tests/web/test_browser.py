@@ -30,6 +30,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 MODEL, SHOTS = os.environ.get("MODEL"), os.environ.get("SHOTS")
 LONG = 300_000 if MODEL else 60_000
 """Milliseconds in which a run has to be over."""
+NOTE_STATUS = """() => {
+  window.noted = [];
+  const status = document.querySelector("#bk-status");
+  const note = () => window.noted.push(status.textContent.trim());
+  document.querySelector("#bk-stop").addEventListener("click", note);
+}"""
+"""Keeps what the status says right after each click on Stop."""
 TEXTS = ("The crossing opened on 1 July 2000.", "An octopus has blue blood. It is copper.", "Emus won a war once.")
 
 
@@ -267,10 +274,21 @@ def test_stop_another_run_and_closing_the_page_end_what_is_computed(chromium):
     with served(slow) as address:
         context = chromium.new_context()
         v = Visit(context.new_page(), address)
+        v.page.click("#bk-stop")  # there is nothing to stop
+        expect(v.status).to_contain_text("Ready.")
         v.page.click("#bk-run")
         assert wait_for(lambda: slow.running == 1)
+        v.page.evaluate(NOTE_STATUS)
+        held = []
+        v.page.route("**/run/**", lambda route: held.append((route, route.fetch())))
         v.page.click("#bk-stop")
         expect(v.status).to_have_text("Stopped.")
+        for route, response in held:  # the answer to the click comes last, and does not undo what the run said
+            route.fulfill(response=response)
+        v.page.unroute_all()
+        v.page.wait_for_timeout(500)
+        expect(v.status).to_have_text("Stopped.")
+        assert (len(held), v.page.evaluate("noted")[0]) == (1, "Stopping at the next token ...")
         assert wait_for(lambda: slow.running == 0)
         v.page.click("#bk-run")
         assert wait_for(lambda: slow.running == 1)
