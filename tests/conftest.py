@@ -23,8 +23,12 @@ if os.environ.get("PYTEST_XDIST_WORKER"):
 
 @pytest.fixture(autouse=True, scope="session")
 def blendkv_home(tmp_path_factory):
-    """Proofs remembered by one run are not seen by the next."""
+    """Proofs remembered by one run are not seen by the next; a GGUF file is converted once for all workers."""
     home = tmp_path_factory.mktemp("blendkv-home")
+    base = tmp_path_factory.getbasetemp()
+    models = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "models"
+    models.mkdir(exist_ok=True)
+    home.joinpath("models").symlink_to(models)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BLENDKV_HOME", str(home))
         yield home

@@ -62,11 +62,13 @@ def test_a_sample_by_the_command():
 
 @pytest.mark.slow
 def test_all_families():
-    outcomes = list(survey(families()))
-    assert [outcome.family for outcome in outcomes] == families()
+    names = [name for name in families() if name not in SAMPLE]  # those the command just told of
+    outcomes = list(survey(names))
+    assert [outcome.family for outcome in outcomes] == names
     bad = [outcome for outcome in outcomes if outcome.status in ("wrong", "crashed")]
     assert not bad
-    counts = Counter(outcome.status for outcome in outcomes if "+" not in outcome.family)
+    told = SAMPLE | {outcome.family: outcome.status for outcome in outcomes}
+    counts = Counter(status for family, status in told.items() if "+" not in family)
     assert counts["proven"] >= 35
     assert counts["proven"] + counts["refused"] >= 60
     for outcome in outcomes:

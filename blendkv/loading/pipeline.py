@@ -292,6 +292,8 @@ class _Visit:
                 head.cancel()
                 store.stats.count("misses", "deadline")
                 attempt.late()
+            elif head.cancelled():  # the scheduler was closed
+                store.stats.count("misses", "error")
             elif (error := head.exception()) is None:
                 if (result := head.result()) is not _NOTHING:
                     opened[key] = result

@@ -224,6 +224,8 @@ class TransferScheduler:
         with self._lock:
             item = self._forget(piece) if self._queue.remove(piece) else None
             self._cancelled += 1
+        if item is not None:  # else it was just popped, and whoever did tells those who `wait` for it
+            future.set_running_or_notify_cancel()
         del item  # not under the lock: whatever that frees may ask for it
 
 

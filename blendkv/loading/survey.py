@@ -157,7 +157,7 @@ def _sizes(
             future.cancel()
             store.stats.count("misses", "deadline")
             late(tier)
-        elif future.exception() is not None:
+        elif future.cancelled() or future.exception() is not None:  # cancelled: the scheduler was closed
             store.stats.count("misses", "error")
         else:
             found[entry] = future.result()

@@ -65,8 +65,14 @@ def test_a_scheduler_holds_no_work_that_is_done_or_taken_back(uncollected):
         scheduler.close(20)
 
 
-@pytest.mark.parametrize("kind", ["well", "cut", "dead", "stall"])
-@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize(
+    ("selector", "kind"),
+    [
+        *((each, "well") for each in SELECTORS),
+        *(("hkvd", each) for each in ("cut", "dead", "stall")),
+        ("random", "cut"),
+    ],
+)
 def test_prompts_leave_nothing_to_collect(attached, uncollected, selector, kind):
     model, ids = attached("llama"), tokens(70, 4)[None]
     chunks = [exact_chunk(model, ids, *span) for span in ((5, 30), (30, 41), (44, 66))]

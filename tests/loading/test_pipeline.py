@@ -418,6 +418,43 @@ def test_the_garbage_collector_finds_chunks_while_the_scheduler_is_in_the_middle
     assert len(store.reads) == 1  # what waited for a slot found out that nobody wants it
 
 
+@pytest.mark.parametrize("chooses", [False, True])
+def test_a_scheduler_that_is_closed_while_stores_are_asked(chooses):
+    """Nobody waits for what was taken back, not even where there is no deadline; who asks for more then is told."""
+    exact, free = [make_chunk(20 + i, layers=2, seed=i) for i in range(3)], threading.Event()
+
+    class Waits(DictStore):
+        def size(self, key):
+            assert free.wait(60)
+            return super().size(key)
+
+    store, tiers, _ = stored(exact, Waits())
+    scheduler = TransferScheduler(1)
+
+    def close():
+        until(lambda: (scheduler.state.running, scheduler.state.waiting) == (1, 2))
+        scheduler.close(0)
+        free.set()
+
+    closing = threading.Thread(target=close)
+    closing.start()
+    pipeline = Pipeline(tiers, scheduler, piece_bytes=1, whole_bytes=0)
+
+    def fetch():
+        try:
+            return pipeline.fetch([chunk.key for chunk in exact], choose=Everything() if chooses else None)
+        except RuntimeError as error:
+            return str(error)
+
+    found = in_time(fetch)
+    closing.join()
+    assert store.stats.faults == {"error": 2}
+    if chooses:  # sizes were asked for, and heads would be now
+        assert found == "this scheduler is closed; make another one"
+    else:
+        assert [one.chunk is None for one in found] == [False, True, True]
+
+
 @pytest.mark.parametrize("ahead", [1, 2, 9])
 def test_a_scheduler_that_is_closed_leaves_no_chunk_waiting(attached, ahead):
     model = attached("llama")

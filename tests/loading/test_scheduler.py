@@ -78,6 +78,7 @@ def test_what_waits_is_taken_back(scheduler):
     assert mine[4].cancel()
     assert scheduler.cancel("mine") == 9
     assert scheduler.cancel("mine") == 0
+    assert not wait(mine, 20).not_done  # who waits for them is told
     assert scheduler.state.waiting == 3
     gate.open.set()
     wait(others)
@@ -187,13 +188,14 @@ def test_one_more_thread_than_the_process_may_have(monkeypatch):
 
 
 def test_many_threads_submit_and_cancel(scheduler):
-    ran, kept, cancelled = Counter(), [], Counter()
+    ran, kept, taken_back, cancelled = Counter(), [], [], Counter()
 
     def client(name):
         for n in range(300):
             future = scheduler.submit(name, ran.update, [(name, n)], cost_bytes=n * 1000)
             if n % 3 == 0 and future.cancel():
                 cancelled[name, n] += 1
+                taken_back.append(future)
             else:
                 kept.append(future)
 
@@ -202,7 +204,7 @@ def test_many_threads_submit_and_cancel(scheduler):
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wait(kept, 20).not_done
+    assert not wait(kept + taken_back, 20).not_done
     assert all(future.exception() is None for future in kept)
     assert not set(ran) & set(cancelled)
     assert len(ran) + len(cancelled) == 2400
@@ -283,7 +285,7 @@ def test_work_that_is_over_lets_go_at_once_of_what_it_held(scheduler, how):
         held.clear()
         if how == "taken back":
             assert scheduler.cancel("x") == 2
-        wait(futures, 20)
+        assert not wait(futures, 20).not_done
         del futures
         until(lambda: not any(thing() for thing in known))
     finally:
