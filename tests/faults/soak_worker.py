@@ -68,8 +68,9 @@ class Dice:
                 found[key] = data[:at] + bytes([data[at] ^ 1 << self._random.randrange(8)]) + data[at + 1 :]
             if data and self.hit("cut on the way"):
                 found[key] = data[: self._random.randrange(len(data))]
-            if self.hit("another's answer"):
-                found[key] = self._random.choice(list(found.values()))
+            others = [data for other, data in found.items() if other != key]
+            if others and self.hit("another's answer"):
+                found[key] = self._random.choice(others)
         if self.hit("late answer"):
             time.sleep(0.05)
         return found

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections import Counter
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -18,29 +19,38 @@ from tests.faults.world.mutants import no_keys
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="stores in folders are for POSIX systems")
 
 
-def worker(folder, seconds: float, stall_s: float = 30.0) -> Worker:
-    end = SimpleNamespace(value=time.time() + seconds)
-    return Worker(Settings(0, 2, str(folder), None, stall_s), Dice(1), end)
+class Swapped:
+    """The end of a soak: enough chunks arrived under others' keys, or it takes too long."""
+
+    def __init__(self, dice: Dice, times: int, seconds: float) -> None:
+        self.dice, self.times, self.late = dice, times, time.time() + seconds
+
+    def enough(self) -> bool:
+        return self.dice.faults["another's answer"] >= self.times
+
+    @property
+    def value(self) -> float:
+        return 0.0 if self.enough() else self.late
 
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_another_chunk_is_noticed(tmp_path, monkeypatch, broken):
     monkeypatch.setattr(soak_worker, "RATE", 0.2)
-    monkeypatch.setattr(soak_worker, "CHUNKS", 30)
-    if broken:
-        with no_keys():
-            made = worker(tmp_path, 1.5)
-            made.run()
-    else:
-        made = worker(tmp_path, 1.5)
+    monkeypatch.setattr(soak_worker, "CHUNKS", 100)
+    dice = Dice(1)
+    end = Swapped(dice, times=8, seconds=120)
+    with no_keys() if broken else nullcontext():
+        made = Worker(Settings(0, 2, str(tmp_path), None, stall_s=30), dice, end)
         made.run()
+    assert end.enough()
     assert made.result.found > 0
     assert made.result.exceptions == 0
     assert (made.result.wrong > 0) == broken
 
 
 def test_a_thread_that_stands_still_is_noticed(tmp_path, monkeypatch):
-    made, forever = worker(tmp_path, 0.5, stall_s=0.3), threading.Event()
+    end, forever = SimpleNamespace(value=time.time() + 0.5), threading.Event()
+    made = Worker(Settings(0, 2, str(tmp_path), None, stall_s=0.3), Dice(1), end)
     monkeypatch.setattr(made.tiers, "fetch", lambda *args, **kwargs: forever.wait(10) and [])
     made.run()
     forever.set()
