@@ -61,7 +61,7 @@ test: venv
 	$(call pytest,.venv)
 
 notebooks: venv
-	$(BIN)/python -m tests.notebooks $(ARGS)
+	$(BIN)/python -m tests.notebooks --jobs $(WORKERS) $(ARGS)
 
 # Not among the others: a browser beside them would be slow, and late.
 web-test: venv

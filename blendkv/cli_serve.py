@@ -87,11 +87,13 @@ def serve(
         raise typer.BadParameter("a certificate and its key go together", param_hint="--ssl-certfile, --ssl-keyfile")
     with work(as_json=False):
         _require_packages()
+        from blendkv.serving.arenas import share_arenas
         from blendkv.serving.limits import Limits
         from blendkv.serving.logs import Log
         from blendkv.serving.server import GatewayServer, Settings
         from blendkv.serving.tokens import Tokens
 
+        share_arenas()
         told = _check_tls(ssl_certfile, ssl_keyfile)
         tokens, where = _tokens(token, token_file, bool(read_token))
         keys = Tokens(tokens, read_token or ())

@@ -2,7 +2,8 @@
 
 A cell that raises is an error, and the exit code is 1 then. Nothing is written but with `--write`, which keeps the new
 outputs: pictures, tables and what was printed, but nothing that libraries say on stderr (bars, warnings of an
-environment). `--only 02` runs one.
+environment); those are made one notebook at a time, since some of them are times. `--only 02` runs one, `--jobs 2` runs
+two at once.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +54,8 @@ def digest(notebook: Any) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(code).encode())
 
 
-def execute(path: Path) -> Any:
-    """Runs all cells from an empty kernel of this environment, in the notebook's folder.
+def execute(path: Path, cores: int = os.cpu_count() or 1) -> Any:
+    """Runs all cells from an empty kernel of this environment, in the notebook's folder, on so many cores.
 
     Raises:
         nbclient.exceptions.CellExecutionError: if one raises.
@@ -68,7 +70,8 @@ def execute(path: Path) -> Any:
     client = NotebookClient(
         notebook, timeout=TIMEOUT_S, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
     )
-    client.execute(env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])})
+    places = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    client.execute(env={"OMP_NUM_THREADS": str(cores)} | os.environ | {"PYTHONPATH": places})
     return tidied(notebook)
 
 
@@ -131,27 +134,35 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="keep the new outputs")
     parser.add_argument("--only", default="", help="those whose names begin so")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where they are")
+    parser.add_argument("--jobs", type=int, default=1, help="how many run at once")
     options = parser.parse_args(arguments)
     there = notebooks(options.folder)
     paths = [path for path in there if path.name.startswith(options.only)]
     if not paths:
         print(f"no notebook begins with {options.only!r}; there are {', '.join(p.name for p in there)}")
         return 1
-    failed = False
-    for path in paths:
-        start, wrong = time.perf_counter(), []
+    jobs = 1 if options.write else max(1, options.jobs)
+
+    def examine(path: Path) -> tuple[float, list[str]]:
+        """Seconds, and what is wrong."""
+        start = time.perf_counter()
         try:
-            made = execute(path)
+            made = execute(path, max(1, (os.cpu_count() or 1) // jobs))
         except Exception as error:  # of a cell, a kernel that died, one that is not installed
-            wrong.append(f"{type(error).__name__}: {COLOURS.sub('', str(error))}")
+            wrong = [f"{type(error).__name__}: {COLOURS.sub('', str(error))}"]
         else:
             if options.write:
                 nbformat.write(made, path)
-            wrong += faults(path)
-        failed |= bool(wrong)
-        print(f"{path.name:<28}{time.perf_counter() - start:6.1f} s  {'ok' if not wrong else 'FAILED'}", flush=True)
-        for what in wrong:
-            print(f"  {what}", flush=True)
+            wrong = faults(path)
+        return time.perf_counter() - start, wrong
+
+    failed = False
+    with ThreadPoolExecutor(jobs) as pool:
+        for path, (seconds, wrong) in zip(paths, pool.map(examine, paths), strict=True):
+            failed |= bool(wrong)
+            print(f"{path.name:<28}{seconds:6.1f} s  {'ok' if not wrong else 'FAILED'}", flush=True)
+            for what in wrong:
+                print(f"  {what}", flush=True)
     return int(failed)
 
 

@@ -38,15 +38,15 @@ bench.settings bench.items bench.journal bench.summary bench.codec_table bench.s
 bench.workload bench.serving bench.throughput bench.throughput_table bench.table bench.leaderboard bench.quality
 bench.insights bench.quality_plot bench.throughput_plot bench.plot bench.suggest bench.coders bench.codec bench.joint
 bench.links bench.simulation bench.oracle bench.streaming bench.sending bench.streaming_levels bench.fairness
-bench.gateway_bare bench.gateway_load bench.gateway verify families survey guide demo serving.limits serving.tokens
-serving.slots serving.ranges serving.entries serving.protocol serving.metrics serving.logs serving.central
-serving.answers serving.chunks serving.names serving.app serving.server serving integrations integrations.extras
-integrations.detokenizing integrations.answering integrations.prefetching integrations.langchain_messages
-integrations.langchain_retriever integrations.langchain_chat integrations.langchain integrations.llama_index
-integrations.pipeline integrations.haystack web.asked web.telling web.tokens web.running web.drawing web.visitors
-web.page web.server web _console _options cli_bench cli_bench_stores cli_bench_streaming cli_bench_serving
-cli_bench_throughput cli_codec cli_env cli_quality cli_serve cli_stores cli_precompute cli_calibrate cli_bench_loading
-cli_demo cli __main__
+bench.gateway_bare bench.gateway_load bench.gateway verify families survey guide demo serving.arenas
+serving.limits serving.tokens serving.slots serving.ranges serving.entries serving.protocol serving.metrics
+serving.logs serving.central serving.answers serving.chunks serving.names serving.app serving.server serving
+integrations integrations.extras integrations.detokenizing integrations.answering integrations.prefetching
+integrations.langchain_messages integrations.langchain_retriever integrations.langchain_chat integrations.langchain
+integrations.llama_index integrations.pipeline integrations.haystack web.asked web.telling web.tokens web.running
+web.drawing web.visitors web.page web.server web _console _options cli_bench cli_bench_stores cli_bench_streaming
+cli_bench_serving cli_bench_throughput cli_codec cli_env cli_quality cli_serve cli_stores cli_precompute cli_calibrate
+cli_bench_loading cli_demo cli __main__
 """
 ORDER = _ORDER.split()
 

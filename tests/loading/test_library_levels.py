@@ -32,6 +32,8 @@ LOSSES = {"klt@0": 0.01, "klt@4": 0.07, "klt@8": 0.6}
 DOCUMENTS = [" ".join(f"word{n + 100 * i}" for n in range(60)) for i in range(3)]
 LONG = 30.0
 """A stall that no test waits for."""
+SLOWLY, AGES = 1e6, 475.0
+"""FLOPs a second, and a target: a minute is left beside the blend, and every document's text would take longer."""
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +190,7 @@ def test_an_entry_that_another_codec_wrote_is_told_apart(setting, how):
         assert other.url in inputs.report.loaded
 
 
-@pytest.mark.parametrize("target_s", [None, LONG])
+@pytest.mark.parametrize("target_s", [None, AGES])
 @pytest.mark.parametrize("encoded", [False, True])
 def test_memory_knows_what_another_codec_wrote(setting, encoded, target_s):
     """A library without codec over a far store that was filled with one; what is fetched ahead is no less lossy."""
@@ -196,7 +198,7 @@ def test_memory_knows_what_another_codec_wrote(setting, encoded, target_s):
     far, near = DictStore("far"), DictStore("near")
     with library(model, TieredStore(Pool(), far, codec=codecs[2], write="through"), namespace="n") as kv:
         kv(DOCUMENTS, "why?")
-    known = costs_of(setting, {far.url: 1e12, near.url: 1e12})
+    known = costs_of(setting, {far.url: 1e12, near.url: 1e12}, SLOWLY)
     pool = Pool(codec=codecs[0]) if encoded else Pool()
     tiers = TieredStore(pool, near, far, codec="raw", levels=codecs[:2])
     controller = Controller(known, target_s=target_s, text=False)
@@ -218,7 +220,7 @@ def test_memory_knows_what_another_codec_wrote(setting, encoded, target_s):
     assert all((used[key].keys[1] - one.keys[1]).abs().max() < 1e-4 for key, one in chunks.items())
 
 
-@pytest.mark.parametrize("target_s", [None, 60.0])
+@pytest.mark.parametrize("target_s", [None, AGES])
 def test_levels_of_two_profiles_have_one_name_and_losses_of_their_own(setting, target_s):
     model, codecs, _, chunks = setting
     passages = [Passage(tokens(48, seed).tolist(), ()) for seed in range(4, 8)]
@@ -228,7 +230,7 @@ def test_levels_of_two_profiles_have_one_name_and_losses_of_their_own(setting, t
     with library(model, TieredStore(Pool(), store, codec=codecs[2], levels=both, write="through"), namespace="n") as kv:
         kv(DOCUMENTS, "why?")
     for good, bad in (both, both[::-1]):
-        known = costs_of(setting, {store.url: 1e12}, compute=1e8 / 12)  # so slow that text is no way
+        known = costs_of(setting, {store.url: 1e12}, SLOWLY)
         known.losses = {str(id_of(good)): 0.07, str(id_of(bad)): 0.7, str(id_of(codecs[2])): 0.8}
         controller = Controller(known, target_s=target_s, text=False, max_kl=0.1)
         tiers = TieredStore(Pool(), store, codec=codecs[2], levels=both)
@@ -421,7 +423,7 @@ def raw_bytes(setting):
 
 def test_with_time_enough_everything_comes_as_it_was(setting):
     store = store_of(setting)
-    kv = timely(setting, store, 1e9, LONG)
+    kv = timely(setting, store, 1e9, AGES, SLOWLY)
     inputs, logits = ask(kv)
     assert levels_used(inputs) == ["raw"] * 3
     assert_answer_of(setting, kv, inputs, logits, ["raw"] * 3)
@@ -475,7 +477,7 @@ def test_a_damaged_level_is_put_away_and_the_target_is_met_with_others(setting):
     data = bytearray(store.entries[entry])
     data[-20] ^= 1
     store.entries[entry] = bytes(data)
-    kv = timely(setting, store, 1e9, 5.0)
+    kv = timely(setting, store, 1e9, AGES, SLOWLY)
     inputs, logits = ask(kv)
     assert levels_used(inputs) == ["klt@8", "klt@0", "klt@0"]
     assert_answer_of(setting, kv, inputs, logits, ["klt@8", "klt@0", "klt@0"])
@@ -488,7 +490,7 @@ def test_a_damaged_level_is_put_away_and_the_target_is_met_with_others(setting):
 
 def test_a_bound_on_loss_holds_by_a_target_too(setting):
     store = store_of(setting, only=("klt@4", "klt@8"))
-    kv = timely(setting, store, 1e9, 60.0, compute=1e8 / 12, max_kl=0.1)  # seconds in which a slow machine is no link
+    kv = timely(setting, store, 1e9, AGES, SLOWLY, max_kl=0.1)
     assert set(levels_used(ask(kv)[0])) == {"klt@4"}
     strict = timely(setting, store_of(setting, only=("klt@8",)), 1e9, 5.0, max_kl=0.1)
     inputs, _ = ask(strict)
