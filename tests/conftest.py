@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 
 import pytest
@@ -19,6 +20,16 @@ with torch.device("meta"):  # torch notes now, and for good, which functions a d
 
 if os.environ.get("PYTEST_XDIST_WORKER"):
     torch.set_num_threads(1)
+
+
+def pytest_collection_finish():
+    """Who collects garbage looks at what tests make, not at all that was imported, which takes seconds each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

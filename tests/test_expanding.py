@@ -53,7 +53,7 @@ def check(chunks, codec, device="cpu", pieces=2):
 @pytest.mark.parametrize("name", ["klt", "klt-xl"])
 def test_several_chunks_at_once(name, dtype):
     """One of them of a single token."""
-    chunks = [make_chunk(n, 2, 2, 16, dtype=dtype, seed=n, text="t", conditioning=(1,)) for n in (5, 1, 3)]
+    chunks = [make_chunk(n, 2, 2, 16, dtype=dtype, seed=n, text="t", conditioning=(1,)) for n in (3, 1, 2)]
     check(chunks, make_codec(chunks[0], name))
 
 
@@ -144,7 +144,7 @@ def test_what_kernels_do_not_do_the_cpu_does():
 @pytest.mark.parametrize("name", ["klt", "klt-xl"])
 def test_only_the_damaged_chunk_fails(name):
     """By many words (one alone may be a symbol that was escaped), or by a scale of the protected token."""
-    chunks = [make_chunk(6, 2, 2, 16, seed=n) for n in range(4)]
+    chunks = [make_chunk(5, 2, 1, 16, seed=n) for n in range(4)]
     codec = make_codec(chunks[0], name)
     files = [opened(chunk, codec) for chunk in chunks]
     files[1].tensor[sum(files[1].starts[-2:]) // 2 :] ^= 85
@@ -154,7 +154,7 @@ def test_only_the_damaged_chunk_fails(name):
     assert {result.reason for result in results[1:3]} == {"symbols"}
     assert_close(results[3], files[3].read())
     with pytest.raises(ChunkFileError, match="symbols"):
-        decode_chunks(files, DEVICE)
+        decode_chunks(files[2:], DEVICE)
 
 
 def test_sections_too_short_for_their_lanes():

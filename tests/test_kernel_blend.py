@@ -1,6 +1,7 @@
 """A whole blend by Triton kernels equals the torch path. On the CPU the kernels are interpreted."""
 
 import functools
+import importlib
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from blendkv.testing import tiny_model
 from tests.helpers import full, make_case, run, tokens
 
 pytest.importorskip("triton")
+attention = importlib.import_module("blendkv.kernels.attention")
 
 LENGTHS, QUESTION = (13, 9, 17), 4
 SLIDING_FIRST, FULL_FIRST = (
@@ -78,6 +80,18 @@ def test_families(model, compare, family, ratio):
     model = model(family)
     case = make_case(model, LENGTHS, question=QUESTION)
     compare(model, case.ids, lambda: BlendedCache(case.caches, ratio), logits_to_keep=1)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gpt_oss"])
+def test_keys_in_parts(model, compare, monkeypatch, family):
+    """As where a card has more processors than a layer has rows: parts of the keys apart, then joined."""
+    model, joined = model(family), []
+    case = make_case(model, LENGTHS, question=QUESTION)
+    choose = attention.choose_tiling
+    monkeypatch.setattr(attention, "_card", lambda device: (8, 2**16))
+    monkeypatch.setattr(attention, "choose_tiling", lambda *args: joined.append(choose(*args)) or joined[-1])
+    compare(model, case.ids, lambda: BlendedCache(case.caches, 0.3), logits_to_keep=1)
+    assert max(tiling.splits for tiling in joined) > 1
 
 
 @pytest.mark.parametrize(
@@ -192,8 +206,8 @@ def test_a_chunk_cut_by_the_rows_whose_logits_are_wanted(model, compare, keep):
 
 def test_exact_chunks_stay_exact(model, monkeypatch):
     """Against the model itself, not against our own torch path: the first chunk of a prompt is exact where it is."""
+    model = model("mistral")  # proven before kernels are used
     monkeypatch.setattr(kernels, "unusable", lambda *args: None)
-    model = model("mistral")
     ids = tokens(40, 6)[None]
     (chunk,) = prefill(model, [ids[0, :30]], progress=False)
     want, _ = full(model, ids)

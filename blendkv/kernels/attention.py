@@ -278,9 +278,9 @@ def choose_tiling(lines: int, heads: int, dim: int, dtype: torch.dtype, device: 
 
 @functools.cache
 def _card(device: torch.device) -> tuple[int, int]:
-    """Multiprocessors, and bytes of shared memory that a program may have."""
+    """Multiprocessors, and bytes of shared memory that a program may have; the interpreter is one."""
     if device.type != "cuda":
-        return 8, 2**16
+        return 1, 2**16
     found = torch.cuda.get_device_properties(device)
     return found.multi_processor_count, found.shared_memory_per_block_optin
 
