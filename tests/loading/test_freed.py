@@ -4,7 +4,6 @@ Where torch and transformers are loaded, a full collection takes a quarter of a 
 """
 
 import gc
-import threading
 import weakref
 
 import pytest
@@ -22,47 +21,12 @@ from tests.stores.dicts import DictStore
 SELECTORS = {"random": 0.3, "hkvd": 0.3, "attention": 0.3, "20%boundary+attention*hkvd": 0.3}
 
 
-class Thing:
-    """What can be watched."""
-
-
 @pytest.fixture
 def uncollected():
     gc.collect()
     gc.disable()
     yield
     gc.enable()
-
-
-def test_a_scheduler_holds_no_work_that_is_done_or_taken_back(uncollected):
-    for end in ("done", "raises", "cancelled", "client", "closed"):
-        free, given, result = threading.Event(), Thing(), Thing()
-        scheduler, seen = TransferScheduler(1), [weakref.ref(given), weakref.ref(result)]
-
-        def work(_, result=result, end=end):
-            if end == "raises":
-                raise OSError
-            return result
-
-        blocker = scheduler.submit("first", free.wait, 20)
-        until(lambda scheduler=scheduler: scheduler.state.running == 1)
-        future = scheduler.submit("second", work, given)
-        del given, result, work
-        assert None not in [ref() for ref in seen]
-        if end == "cancelled":
-            assert future.cancel()
-        elif end == "client":
-            assert scheduler.cancel("second") == 1
-        elif end == "closed":
-            scheduler.close(0.01)
-            assert future.cancelled()
-        free.set()
-        assert blocker.result(20)
-        if end in ("done", "raises"):
-            assert bool(future.exception(20)) == (end == "raises")
-        del future, blocker
-        until(lambda seen=seen: [ref() for ref in seen] == [None, None])
-        scheduler.close(20)
 
 
 @pytest.mark.parametrize(

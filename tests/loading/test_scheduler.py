@@ -268,24 +268,32 @@ class Thing:
     """Something that work holds."""
 
 
-@pytest.mark.parametrize("how", ["done", "failed", "taken back"])
+@pytest.mark.parametrize("how", ["done", "raises", "cancelled", "client", "closed"])
 def test_work_that_is_over_lets_go_at_once_of_what_it_held(scheduler, how):
     """Without the garbage collector: of a prompt that is all its chunks."""
-    gate, held = Gate(scheduler, 3 if how == "taken back" else 0), [Thing(), Thing()]
+    waits = how not in ("done", "raises")
+    gate, held, result = Gate(scheduler, 3 if waits else 0), [Thing(), Thing()], Thing()
 
-    def work(thing):
-        if how == "failed":
+    def work(thing, result=result):
+        if how == "raises":
             raise ValueError(how) from None
-        return thing
+        return result
 
-    known = [weakref.ref(thing) for thing in held]
+    known = [weakref.ref(thing) for thing in (*held, result)]
     gc.disable()
     try:
         futures = [scheduler.submit("x", work, thing) for thing in held]
         held.clear()
-        if how == "taken back":
+        del result, work
+        if how == "cancelled":
+            assert all(future.cancel() for future in futures)
+        elif how == "client":
             assert scheduler.cancel("x") == 2
+        elif how == "closed":
+            assert not scheduler.close(0.01)
         assert not wait(futures, 20).not_done
+        assert all(future.cancelled() == waits for future in futures)
+        assert waits or all(bool(future.exception(0)) == (how == "raises") for future in futures)
         del futures
         until(lambda: not any(thing() for thing in known))
     finally:
