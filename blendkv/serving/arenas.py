@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 
-ARENAS = 2
-"""Enough for the threads of a gateway: the same rate as with more, and a fifth less memory (docs/guides/serving.md)."""
+ARENAS = 1
+"""Enough for the threads of a gateway, which seldom want memory at once: a fifth less of it, and it stays as it is
+(docs/guides/serving.md)."""
 _M_ARENA_MAX = -8
 
 
 def share_arenas(most: int = ARENAS) -> bool:
-    """Lets the threads that begin from now on share so many arenas, unless the environment says how many there are.
+    """Lets threads share so many arenas, unless the environment says how many there are; earlier ones stay.
 
     Returns:
         Whether malloc took it: not where it is another's than glibc's, and not against `MALLOC_ARENA_MAX` or

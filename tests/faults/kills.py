@@ -99,7 +99,7 @@ def f01(full: bool) -> Result:
     result, random = Result("F01"), Random(1)
     with tempfile.TemporaryDirectory() as parent:
         folders = {durable: os.path.join(parent, f"store-{int(durable)}") for durable in (False, True)}
-        for number in range(500 if full else 50):
+        for number in range(500 if full else 25):
             point = random.choice(POINTS) if number % 4 else ""
             durable = point.endswith("fsync") or random.random() < 0.5
             run(folders[durable], durable, number + 1, point, random.randrange(1, 60), random.random() * 0.05)
