@@ -20,3 +20,10 @@ def until(what: Callable[[], object], seconds: float = 10.0) -> float:
             raise TimeoutError(f"not within {seconds} s")
         time.sleep(0.005)
     return time.monotonic() - start
+
+
+def seconds_of(function: Callable[[], object]) -> float:
+    """Of this process, not of others on the machine."""
+    start = time.process_time()
+    function()
+    return time.process_time() - start

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -26,7 +25,7 @@ from tests.drawn import SMALL, chunk_of, profile_of
 from tests.faults.entries import HeldStore, same
 from tests.faults.rows import Result, row
 from tests.fuzz import FIELDS, change_head, raw_seeds, seal_head
-from tests.patience import SLACK_S
+from tests.patience import SLACK_S, seconds_of
 
 MAX_SECONDS, MAX_BYTES = 0.1, 16 << 20
 STATUS = Path("/proc/self/status")
@@ -38,13 +37,6 @@ def memory(name: str) -> int:
         return 0
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith(name))
     return int(line.split()[1]) << 10
-
-
-def seconds_of(function: Callable[[], Any]) -> float:
-    """Of this process, not of others on the machine."""
-    start = time.process_time()
-    function()
-    return time.process_time() - start
 
 
 def bytes_of(function: Callable[[], Any]) -> int:

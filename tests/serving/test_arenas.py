@@ -1,4 +1,4 @@
-"""Threads of a gateway share a few of malloc's arenas."""
+"""Threads of a gateway share one of malloc's arenas."""
 
 import os
 import platform
@@ -9,6 +9,7 @@ import pytest
 
 from blendkv.serving.arenas import ARENAS, share_arenas
 
+ON_GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="arenas are glibc's")
 COUNT = """
 import ctypes, os, sys, tempfile, threading
 from blendkv.serving.arenas import share_arenas
@@ -45,13 +46,13 @@ def arenas(how: str, **environment: str) -> tuple[str, int]:
     return taken, int(count)
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="arenas are glibc's")
+@ON_GLIBC
 def test_threads_share_arenas():
     assert arenas("not shared")[1] > 2 * ARENAS
     assert arenas("shared") == ("True", ARENAS)
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="arenas are glibc's")
+@ON_GLIBC
 @pytest.mark.parametrize("said", [{"MALLOC_ARENA_MAX": "6"}, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=6"}])
 def test_the_environment_decides(said):
     taken, count = arenas("shared", **said)
