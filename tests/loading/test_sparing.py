@@ -343,7 +343,7 @@ def test_a_closed_scheduler_and_a_budget_end_the_wait(attached):
     free = threading.Event()
     starts = {(key, a) for key in store.entries for _, group, a, _ in segments_of(store, key) if group == 0}
     store.gate = lambda key, start, data: data if (key, start) not in starts or free.wait(60) else None
-    chunks, _, _ = loaded(case, store, options, rest=False, budget=Budget(0.2))
+    chunks, _, _ = loaded(case, store, options, rest=False, budget=Budget(2.0))
     cache = BlendedCache(chunks, 0.0, "none")
     in_time(lambda: run(model, case.ids, cache), 30)
     assert cache.report.misses == {"late": sum(LENGTHS)}

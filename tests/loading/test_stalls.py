@@ -52,7 +52,7 @@ def keep(store, chunks):
     return store
 
 
-def blended(case, pipeline, budget=0.05):
+def blended(case, pipeline, budget):
     """Which chunks a prompt had, and how long it took."""
     model, ids, chunks = case
     want = full(model, ids)[0][:, -1]
@@ -73,7 +73,7 @@ def test_pieces_of_a_local_store_come_while_another_store_of_the_prompt_stalls(c
     _, _, (first, *others) = case
     near = keep(DictStore("near", local=True), [first])
     pipeline = pipeline_of(near, keep(far, others), scheduler=TransferScheduler(16), ahead=ahead)
-    hits, took = blended(case, pipeline)
+    hits, took = blended(case, pipeline, budget=2.0)  # a busy machine brings what is near by then
     assert hits == [True, False, False]
     assert took < LONG_S / 2
     assert far.under_way == min(ahead, 8)
@@ -81,7 +81,7 @@ def test_pieces_of_a_local_store_come_while_another_store_of_the_prompt_stalls(c
 
 @pytest.mark.parametrize("local", [True, False])
 def test_slots_that_a_stalling_store_has_taken_are_no_other_stores(case, far, local):
-    hits, _ = blended(case, pipeline_of(keep(far, case[2]), ahead=SLOTS))
+    hits, _ = blended(case, pipeline_of(keep(far, case[2]), ahead=SLOTS), budget=0.5)
     assert hits == [False] * 3
     assert shared_scheduler(far.url).state.running == SLOTS
     hits, took = blended(case, pipeline_of(keep(DictStore("other", local), case[2])), budget=LONG_S)

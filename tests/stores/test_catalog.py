@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -38,6 +39,15 @@ class Deaf:
         pass
 
 
+@pytest.fixture
+def now(monkeypatch):
+    """`now[0]`: seconds that `time.monotonic` shows to a region."""
+    shown = [1000.0]
+    clock = SimpleNamespace(monotonic=lambda: shown[0], time=time.time)
+    monkeypatch.setattr("blendkv.stores.catalog.time", clock)
+    return shown
+
+
 def test_versions_count_and_forgotten_names_are_unknown():
     region = Region(MemoryCentre())
     assert region.get("a") is None
@@ -66,7 +76,7 @@ def test_regions_hear_of_updates_without_asking():
     one.close()
 
 
-def test_what_was_not_confirmed_is_asked_again():
+def test_what_was_not_confirmed_is_asked_again(now):
     centre = Deaf()
     region = Region(centre, delay=0.05)
     centre.write("a", ["k1"])
@@ -74,27 +84,28 @@ def test_what_was_not_confirmed_is_asked_again():
     assert region.get("a").keys == ("k1",)
     assert centre.reads == 1  # asked within the delay
     centre.write("a", ["k2"])  # not heard of
-    time.sleep(0.06)
+    now[0] += 0.06
     assert region.get("a").keys == ("k2",)
     assert region.state.stale_avoided == 1
     assert not region.state.connected
     assert region.state.lag == float("inf")
-    centre.since = centre.as_of = time.monotonic()  # follows again, but what it knew may have changed meanwhile
-    time.sleep(0.06)
-    centre.as_of = time.monotonic()
+    now[0] += 0.01
+    centre.since = centre.as_of = now[0]  # follows again, but what it knew may have changed meanwhile
+    now[0] += 0.06
+    centre.as_of = now[0]
     reads = centre.reads
     region.get("a")
     assert centre.reads == reads + 1
-    time.sleep(0.06)
-    centre.as_of = time.monotonic()  # everything was heard up to now: no need to ask
+    now[0] += 0.06
+    centre.as_of = now[0]  # everything was heard up to now: no need to ask
     region.get("a")
     assert centre.reads == reads + 1
 
 
-def test_a_late_announcement_is_not_news_and_an_early_one_is():
+def test_a_late_announcement_is_not_news_and_an_early_one_is(now):
     centre = Deaf()
     region = Region(centre, delay=10.0)
-    centre.since = centre.as_of = time.monotonic()
+    centre.since = centre.as_of = now[0]
     old, new = centre.write("a", ["k1"]), centre.write("a", ["k2"])
     assert region.get("a") == new
     centre.heard(old)
@@ -105,13 +116,13 @@ def test_a_late_announcement_is_not_news_and_an_early_one_is():
     centre.centre.read = plain
 
 
-def test_what_comes_late_is_as_old_as_the_last_confirmation():
+def test_what_comes_late_is_as_old_as_the_last_confirmation(now):
     centre = Deaf()
     region = Region(centre, delay=0.05)
-    centre.since = centre.as_of = time.monotonic()
+    centre.since = centre.as_of = now[0]
     old = centre.write("a", ["k1"])
     centre.write("a", ["k2"])  # its announcement is on its way
-    time.sleep(0.06)
+    now[0] += 0.06
     centre.heard(old)
     assert region.get("a").keys == ("k2",)
 
@@ -154,18 +165,18 @@ def test_who_asks_is_not_told_what_another_was_told_before():
     assert told[0].keys == ("k1",)  # true when it was asked for
 
 
-def test_a_centre_that_does_not_answer_is_a_miss_not_an_old_answer():
+def test_a_centre_that_does_not_answer_is_a_miss_not_an_old_answer(now):
     centre = Deaf()
     region = Region(centre, delay=0.02)
     region.put("a", ["k"])
     centre.dead = True
     assert region.get("a", force_latest=True) is None
-    time.sleep(0.03)
+    now[0] += 0.03
     assert region.get("a") is None
     assert region.state.unreachable == 2
 
 
-def test_memory_is_bounded_in_age_and_number():
+def test_memory_is_bounded_in_age_and_number(now):
     centre = Deaf()
     region = Region(centre, delay=10, max_age=0.05, max_entries=10)
     for number in range(50):
@@ -173,7 +184,7 @@ def test_memory_is_bounded_in_age_and_number():
     assert region.state.entries == 10
     region.get("49")
     assert centre.reads == 0
-    time.sleep(0.06)
+    now[0] += 0.06
     region.get("49")
     assert centre.reads == 1
     with pytest.raises(ValueError, match="delay"):

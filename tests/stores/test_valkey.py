@@ -423,7 +423,7 @@ def test_an_answer_that_comes_late_answers_nothing_else(server):
             assert store.get(key(0)) in (values[key(0)], None)
             timer.join()
             assert store.get(key(0)) == values[key(0)]
-        assert store.stats.faults["timeout"] == 3
+        assert store.stats.faults["timeout"] + store.stats.faults["deadline"] == 3  # on a busy machine before it asks
         proxy.garble = lambda data: data + data
         assert store.get(key(1), 0, 10) is None
         proxy.garble = None
