@@ -247,7 +247,8 @@ def test_three_regions_and_a_centre():
     delay, world = 0.5, World()
     with Server() as server, Proxy(server.port) as one, Proxy(server.port) as two, Proxy(server.port) as three:
         proxies = [one, two, three]
-        centres = [ValkeyCentre(proxy.url, beat=0.1) for proxy in proxies]
+        patient = {"read_timeout": 20.0, "timeout": 20.0}  # one that is cut says so; a machine that pauses cuts nobody
+        centres = [ValkeyCentre(proxy.url, beat=0.1, **patient) for proxy in proxies]
         regions = [Region(centre, delay=delay) for centre in centres]
         until(lambda: all(region.state.connected for region in regions), 5)
         time.sleep(delay)
