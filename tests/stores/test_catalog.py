@@ -251,10 +251,10 @@ def test_three_regions_and_a_centre():
         centres = [ValkeyCentre(proxy.url, beat=0.1, **patient) for proxy in proxies]
         regions = [Region(centre, delay=delay) for centre in centres]
         until(lambda: all(region.state.connected for region in regions), 5)
-        time.sleep(delay)
         for number in range(40):
             world.update(regions[number % 3], f"document {number}", [])
             world.update(regions[number % 3], f"document {number}", ["first"])
+        time.sleep(delay)  # until then a region may answer that a document stands for nothing
         mixed(world, regions, 4000)
         assert all(region.state.served for region in regions)
         cut = threading.Timer(0.2, one.drop)  # in the middle of the next
