@@ -387,7 +387,9 @@ def _after_decoder(decoder: nn.Module, args: tuple, kwargs: dict[str, Any], outp
         return (put_back(output[0], last, blend.length), *output[1:])
     output.last_hidden_state = put_back(output.last_hidden_state, last, blend.length)
     if getattr(output, "hidden_states", None) is not None:
-        rows = [rows for rows, _ in (blend.filled[0], *blend.filled)]
+        rows = [rows for rows, _ in blend.filled]
+        if len(output.hidden_states) > len(rows):  # embeddings first, but not for a list of layers on transformers 5.17
+            rows.insert(0, rows[0])
         output.hidden_states = tuple(
             h if h is None else put_back(h, r, blend.length) for h, r in zip(output.hidden_states, rows, strict=True)
         )

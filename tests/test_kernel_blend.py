@@ -12,6 +12,7 @@ from blendkv.testing import tiny_model
 from tests.helpers import full, make_case, run, tokens
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the card: tests/test_gpu.py")
 attention = pytest.importorskip("blendkv.kernels.attention")
 
 LENGTHS, QUESTION = (13, 9, 17), 4

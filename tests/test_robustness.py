@@ -244,10 +244,10 @@ def test_a_forward_that_skips_layers_is_refused():
 
 
 def test_selected_hidden_states_belong_to_their_layers():
-    """From 5.24 on single hidden states may be asked for: each keeps its shape, its place and its NaN."""
+    """Newer versions may be asked for single hidden states: each keeps its shape, its place and its NaN."""
     model = attach(tiny_model("llama"))
     case = make_case(model)
     everything = run(model, case.ids, BlendedCache(case.caches, 0.3), output_hidden_states=True).hidden_states
     some = run(model, case.ids, BlendedCache(case.caches, 0.3), output_hidden_states=[1, 3]).hidden_states
-    for mine, all_of_them in zip(some, everything, strict=True):
+    for mine, all_of_them in zip(some, everything[len(everything) - len(some) :], strict=True):  # 5.17: no embeddings
         assert mine is None or torch.equal(mine.nan_to_num(7.0), all_of_them.nan_to_num(7.0))
