@@ -416,14 +416,14 @@ def test_an_answer_that_comes_late_answers_nothing_else(server):
             store.put(name, data)
         for late in (1, 2, 3):
             proxy.rate = 0.0
-            with deadline(0.05):
+            with deadline(0.25):
                 assert store.get(key(late)) is None
             timer = threading.Timer(0.05, lambda: setattr(proxy, "rate", None))
             timer.start()
             assert store.get(key(0)) in (values[key(0)], None)
             timer.join()
             assert store.get(key(0)) == values[key(0)]
-        assert store.stats.faults["timeout"] + store.stats.faults["deadline"] == 3  # on a busy machine before it asks
+        assert store.stats.faults["timeout"] == 3
         proxy.garble = lambda data: data + data
         assert store.get(key(1), 0, 10) is None
         proxy.garble = None
