@@ -36,6 +36,8 @@ def proxy(server):
 class Reader:
     """A library that reads `LONG` from a server, with nothing in memory, and holds every answer against its time.
 
+    Its memory holds nothing ever: what a prompt went on without may come after it, and would be kept there.
+
     Attributes:
         waited: longest that a prompt waited for the store beyond one that has none, in seconds.
     """
@@ -44,7 +46,7 @@ class Reader:
         from blendkv.stores.valkey import ValkeyStore
 
         self.store = ValkeyStore(url=url, **settings)
-        self.kv = library(model, TieredStore(Pool(), self.store), namespace="n", on_miss="recompute")
+        self.kv = library(model, TieredStore(Pool(1), self.store), namespace="n", on_miss="recompute")
         self.writer = library(model, TieredStore(Pool(), self.store), namespace="n")
         self.blended, self.computed, self.waited = local(self.kv, LONG), full(self.kv, LONG), 0.0
         none = library(model, "memory://", on_miss="recompute")
@@ -66,7 +68,6 @@ class Reader:
 
     def read(self) -> bool:
         """One prompt; whether its document came from the server. Right in any case, and in time."""
-        self.kv.pool.pool.clear()
         got, report = ask(self.kv, LONG)
         document = report.chunks[1]
         assert_same_answer(got, self.blended if document.hit else self.computed)
