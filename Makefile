@@ -60,6 +60,8 @@ demo: venv
 test: venv
 	$(call pytest,.venv)
 
+# Models that tests convert are in the environment (tests/conftest.py), for notebooks too.
+notebooks: export BLENDKV_HOME = $(CURDIR)/.venv/blendkv
 notebooks: venv
 	$(BIN)/python -m tests.notebooks --jobs $(WORKERS) $(ARGS)
 

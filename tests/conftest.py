@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,11 +36,14 @@ def pytest_sessionfinish():
 
 @pytest.fixture(autouse=True, scope="session")
 def blendkv_home(tmp_path_factory):
-    """Proofs remembered by one run are not seen by the next; a GGUF file is converted once for all workers."""
+    """Proofs remembered by one run are not seen by the next; GGUF files are converted once for an environment."""
     home = tmp_path_factory.mktemp("blendkv-home")
-    base = tmp_path_factory.getbasetemp()
-    models = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "models"
-    models.mkdir(exist_ok=True)
+    environment = Path(sys.prefix)
+    if sys.prefix == sys.base_prefix or not os.access(environment, os.W_OK):  # once for a run, then
+        base = tmp_path_factory.getbasetemp()
+        environment = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+    models = environment / "blendkv" / "models"
+    models.mkdir(parents=True, exist_ok=True)
     home.joinpath("models").symlink_to(models)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BLENDKV_HOME", str(home))

@@ -17,6 +17,7 @@ from blendkv.counting import METRICS, MOST_VALUES, Counts
 from blendkv.report import LayerRows
 from blendkv.stores import DiskStore, Pool
 from blendkv.testing import byte_tokenizer, tiny_model
+from tests.patience import until
 from tests.stores.dicts import DictStore
 
 SECRETS = ["The tower is 61 m high.", "It was built in 1923. The architect was M. Ilg."]
@@ -29,9 +30,14 @@ def library(attached):
 
 
 def ask(kv, documents=SECRETS, **options):
+    return asked(kv, documents, **options).report
+
+
+def asked(kv, documents, **options):
+    """Inputs that were used, and hold what was loaded for them."""
     inputs = kv(documents, QUESTION, **options)
     kv.model.generate(**inputs, max_new_tokens=3, do_sample=False, pad_token_id=0)
-    return inputs.report
+    return inputs
 
 
 def scraped(registry) -> dict[tuple, float]:
@@ -120,7 +126,9 @@ def test_prometheus_has_the_sums_of_the_reports(library, registry, tmp_path):
     reports = [ask(kv, long)]
     kv.flush()
     kv.clear()
-    reports += [ask(kv, long), ask(kv, long)]
+    inputs = asked(kv, long)
+    until(lambda: len(kv.pool.pool) == 3)  # memory is given what has come after the prompt was
+    reports += [inputs.report, ask(kv, long)]
     lines = scraped(registry)
     assert value(lines, "prompts_total") == 3
     for origin in ("reused", "recomputed", "fresh", "missed"):

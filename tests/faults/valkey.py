@@ -68,6 +68,13 @@ class Tally:
             self.exceptions += raised
             self.max_added_s = max(self.max_added_s, seconds)
 
+    def there(self, what: str, asked: Callable[[], object]) -> None:
+        """At once, or, where seconds are not judged, when the machine has no pause as long as the deadline."""
+        try:
+            until(asked, 0.0)
+        except TimeoutError:
+            self.failed.append(what)
+
     def check(self, what: str, true: object) -> None:
         if not true:
             self.failed.append(what)
@@ -129,7 +136,7 @@ def killed_while_reading(full: bool = False) -> dict:
             tally.check("read from a dead server", tally.read(store, one) == 0)
             server.start()
             tally.check("not reconnected in time", until(lambda: tally.write(store, key, data), BACK) <= BACK)
-            tally.check("reuse not back", tally.read(store, one) == 1)
+            tally.there("reuse not back", lambda: tally.read(store, one) == 1)
         store.close()
     return tally.row_of()
 
@@ -200,9 +207,9 @@ def _read_only(tally, store, server, proxy, one, full) -> None:
     server.tell("REPLICAOF", "127.0.0.1", "1")
     tally.check("wrote to a replica", not tally.write(store, key, data))
     tally.check("readonly not counted", store.stats.faults["readonly"])
-    tally.check("could not read from a replica", tally.read(store, one) == 1)
+    tally.there("could not read from a replica", lambda: tally.read(store, one) == 1)
     server.tell("REPLICAOF", "NO", "ONE")
-    tally.check("could not write again", tally.write(store, key, data))
+    tally.there("could not write again", lambda: tally.write(store, key, data))
 
 
 def _out_of_memory(tally, store, server, proxy, one, full) -> None:
@@ -213,10 +220,10 @@ def _out_of_memory(tally, store, server, proxy, one, full) -> None:
     tally.check("wrote what had no room", not tally.write(store, key, data))
     tally.check("oom not counted", store.stats.faults["oom"] and store.stats.put_failures == failures + 1)
     tally.check("pieces left behind", server.tell("DBSIZE") == keys)
-    tally.check("could not read when memory was full", tally.read(store, one) == 1)
+    tally.there("could not read when memory was full", lambda: tally.read(store, one) == 1)
     tally.check("breaker opened for want of memory", store._servers.nodes()[0].breaker.state == "closed")
     server.tell("CONFIG", "SET", "maxmemory", 0)
-    tally.check("could not write again", tally.write(store, key, data))
+    tally.there("could not write again", lambda: tally.write(store, key, data))
 
 
 def _locked(tally, store, server, proxy, one, full) -> None:
