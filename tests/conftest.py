@@ -15,7 +15,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
 
 from blendkv.attaching import attach
+from blendkv.supply import DEADLINE_S
 from blendkv.testing import tiny_model
+from tests.patience import SLACK_S
 
 with torch.device("meta"):  # torch notes now, and for good, which functions a device context changes: the true ones
     torch.empty(0)
@@ -48,6 +50,12 @@ def blendkv_home(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BLENDKV_HOME", str(home))
         yield home
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """Where seconds are not judged, a pause of the machine is no reason to go on without a store."""
+    monkeypatch.setattr("blendkv.supply.DEADLINE_S", DEADLINE_S + SLACK_S / 2)
 
 
 def _poisoned(function):

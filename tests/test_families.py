@@ -66,15 +66,15 @@ def test_a_sample_by_the_command():
 
 
 @pytest.mark.slow
-def test_every_third_family_is_what_the_guide_says():
+def test_every_fifth_family_is_what_the_guide_says():
     """`make families` is for all of them; `tests/cases/test_d13.py` attaches, and so proves, each."""
-    names = [name for name in families() if name not in SAMPLE][::3]
+    names = [name for name in families() if name not in SAMPLE][::5]
     outcomes = list(survey(names))
     assert [outcome.family for outcome in outcomes] == names
     assert not [outcome for outcome in outcomes if outcome.status in ("wrong", "crashed")]
     counts = Counter(outcome.status for outcome in outcomes)
     assert counts["proven"] >= 12
-    assert counts["proven"] + counts["refused"] >= 40
+    assert counts["proven"] + counts["refused"] >= 0.8 * len(names)
     for outcome in outcomes:
         if outcome.status == "refused":
             kind_of(outcome.detail)

@@ -11,11 +11,11 @@ from tests import fuzz
 
 @pytest.mark.slow
 def test_a_sample():
-    """30,000 inputs: a chunk or a ChunkFileError, at once, in little memory."""
-    result = fuzz.run(30_000, seed=20_000)
+    """20,000 inputs: a chunk or a ChunkFileError, at once, in little memory."""
+    result = fuzz.run(20_000, seed=20_000)
     assert not result.failures
-    assert result.inputs == result.decoded + result.refused.total() == 30_000
-    assert result.decoded > 3_000  # mutations that are sealed again reach the codecs
+    assert result.inputs == result.decoded + result.refused.total() == 20_000
+    assert result.decoded > 2_000  # mutations that are sealed again reach the codecs
     reasons = {"magic", "version", "header", "limit", "truncated", "length", "checksum", "authentication"}
     assert set(result.refused) >= reasons | {"codec", "profile", "geometry", "symbols", "layer0"}
     assert result.worst_seconds < 0.5

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from tests.faults.rows import Result, row
 
-SEEDS, ALL_SEEDS = 100, 2000
+SEEDS, ALL_SEEDS = 75, 2000
 
 
 def simulate(seeds: range, trace: Callable[[str], None] | None = None) -> Result:

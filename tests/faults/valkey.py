@@ -272,7 +272,7 @@ def _nonsense(tally, store, server, proxy, one, full) -> None:
             tally.back("nonsense", store, one)
     draw = random.Random(7)
     flipped = Tally("")
-    for _ in range(2000 if full else 100):
+    for _ in range(2000 if full else 50):
         at = draw.randrange(100)
         proxy.garble = lambda data, at=at: data[:at] + os.urandom(1) + data[at + 1 :]
         flipped.read(store, one)

@@ -261,10 +261,10 @@ kv = ChunkLibrary(tiny_model("llama"), byte_tokenizer(chat=True))
 asking = Asking(kv, kv.assemble(["The tower is 61 m high."], "How high?"), Settings(max_tokens=400))
 kv.inputs(asking.prompt)
 kv.model.generation_config.suppress_tokens = [i for i in range(512) if not 65 <= i < 90]
-kv.model.register_forward_pre_hook(lambda *args: time.sleep(2))
+kv.model.register_forward_pre_hook(lambda *args: time.sleep(1))
 next(stream := asking.stream())
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)  # 400 tokens would take 800 s
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)  # 400 tokens would take 400 s
 
 
 @pytest.mark.parametrize("when", ["in the forward", "while chunks are found"])
