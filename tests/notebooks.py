@@ -3,7 +3,7 @@
 A cell that raises is an error, and the exit code is 1 then. Nothing is written but with `--write`, which keeps the new
 outputs: pictures, tables and what was printed, but nothing that libraries say on stderr (bars, warnings of an
 environment); those are made one notebook at a time, since some of them are times. `--only 02` runs one, `--jobs 2` runs
-two at once.
+two at once, `--sample 2` runs the two whose turn it is.
 """
 
 from __future__ import annotations
@@ -39,6 +39,15 @@ NOISE = ("\r", "it/s]", "B/s]", "Traceback (most", "\x1b[")
 def notebooks(folder: Path = FOLDER) -> list[Path]:
     """All of them, in order."""
     return sorted(folder.glob("[0-9]*.ipynb"))
+
+
+def turn(paths: list[Path], count: int, code: Path = ROOT / "blendkv") -> list[Path]:
+    """So many of them; which ones follows from the library's code, so that a change of it runs others."""
+    state = xxhash.xxh3_64()
+    for file in sorted(code.rglob("*.py")):
+        state.update(file.read_bytes())
+    first = state.intdigest() % len(paths)
+    return (paths[first:] + paths[:first])[:count]
 
 
 def read(path: Path) -> Any:
@@ -133,6 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="keep the new outputs")
     parser.add_argument("--only", default="", help="those whose names begin so")
+    parser.add_argument("--sample", type=int, default=0, metavar="N", help="those N whose turn it is")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where they are")
     parser.add_argument("--jobs", type=int, default=1, help="how many run at once")
     options = parser.parse_args(arguments)
@@ -141,6 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not paths:
         print(f"no notebook begins with {options.only!r}; there are {', '.join(p.name for p in there)}")
         return 1
+    paths = turn(paths, options.sample) if options.sample else paths
     jobs = 1 if options.write else max(1, options.jobs)
 
     def examine(path: Path) -> tuple[float, list[str]]:

@@ -41,6 +41,18 @@ def test_all_are_in_the_guide():
     assert [name for name in names if name not in guide] == []
 
 
+def test_all_have_their_turn(tmp_path):
+    paths, seen = notebooks.notebooks(), set()
+    for number in range(200):
+        (tmp_path / "code.py").write_text(f"version = {number}")
+        some = notebooks.turn(paths, 2, tmp_path)
+        assert some == notebooks.turn(paths, 2, tmp_path)
+        assert len(set(some)) == 2
+        seen.update(some)
+    assert seen == set(paths)
+    assert sorted(notebooks.turn(paths, 9)) == paths
+
+
 def test_a_good_one_has_no_faults(kept):
     assert faults(kept(new_output("stream", name="stdout", text="2\n"))) == []
 

@@ -1,5 +1,8 @@
 """Weights quantised in place by torchao: int8, on the CPU."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -12,8 +15,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torchao warns on import
 
 
 @pytest.fixture
-def int8():
+def int8(monkeypatch):
     """`int8(seed)`: a tiny model with int8 weights."""
+    monkeypatch.syspath_prepend(Path(sys.prefix) / "apart")  # `make venv`; or it is installed as usual
     quantization = pytest.importorskip("torchao.quantization")
 
     def make(seed=0):
