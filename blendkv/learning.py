@@ -15,8 +15,8 @@ from blendkv import _compat, flops
 from blendkv.attachment import Attachment
 from blendkv.errors import UnsupportedModelError
 from blendkv.facts import ModelFacts
-from blendkv.hooks import stopped_pass
 from blendkv.rope import Rotation, candidates, find_rotary, on_device, refuse_length_dependent
+from blendkv.stopping import stopped_pass
 
 ROTATION_BOUND = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 """RMS error of re-rotated keys / RMS of the model's own, by dtype."""

@@ -24,7 +24,8 @@ stores.pool stores.writing stores.reading stores.backlog stores.tiered stores.sa
 stores.checking stores.inspection loading.queues loading.scheduler loading.sources loading.arriving loading
 loading.clocks loading.throughput loading.streaming loading.policies loading.levels loading.assembly loading.orders
 loading.handover loading.wanted loading.client attention mass cache facts plan choosing buffers kernelbuffers
-correcting waits recording graphs norms rows question blend accounting catching decoding attachment hooks learning
+correcting waits recording graphs norms rows question blend accounting catching decoding attachment stopping hooks
+learning
 proof attaching layout conversation pace loading.costs loading.plans loading.decision loading.controller
 loading.progress loading.sparing loading.incoming loading.survey loading.transfer loading.pipeline loading.guided
 loading.timely prefilling loading.measuring scoring supply divergence guard manifest gathering hub sharing pretrained
