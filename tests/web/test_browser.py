@@ -11,6 +11,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,11 +31,11 @@ from tests.web.serving import Slow, served, wait_for  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 MODEL, SHOTS = os.environ.get("MODEL"), os.environ.get("SHOTS")
 LONG = 300_000 if MODEL else 60_000
-"""Milliseconds in which a run has to be over."""
+"""Milliseconds in which a run has to be over, and whatever else is waited for."""
+expect.set_options(timeout=LONG)
 NOTE_STATUS = """() => {
   window.noted = [];
-  const status = document.querySelector("#bk-status");
-  const note = () => window.noted.push(status.textContent.trim());
+  const note = () => window.noted.push(document.querySelector("#bk-status .bk-status").textContent);
   document.querySelector("#bk-stop").addEventListener("click", note);
 }"""
 """Keeps what the status says right after each click on Stop."""
@@ -87,7 +89,14 @@ class Visit:
         page.set_default_timeout(LONG)
         page.goto(url)
         page.wait_for_selector("#bk-run")
-        self.status, self.cards = page.locator("#bk-status"), page.locator(".bk-card")
+        self.status, self.cards = page.locator("#bk-status :is(.bk-status, .bk-error)"), page.locator(".bk-card")
+
+    def until(self, condition: Callable[[], bool]) -> bool:
+        """Whether a condition comes true in time; the page and its routes go on meanwhile."""
+        end = time.monotonic() + LONG / 1000
+        while not condition() and time.monotonic() < end:
+            self.page.wait_for_timeout(20)
+        return condition()
 
     def write(self, *texts: str) -> None:
         """Into the documents, the others left empty."""
@@ -95,7 +104,7 @@ class Visit:
             self.page.locator(f"#bk-document-{i + 1} textarea").fill(texts[i] if i < len(texts) else "")
 
     def done(self) -> None:
-        expect(self.status).to_contain_text("Done", timeout=LONG)
+        expect(self.status).to_contain_text("Done")
         expect(self.page.locator(".bk-done")).to_have_count(3)
         for i in range(3):
             expect(self.cards.nth(i).locator(".bk-answer")).not_to_have_text(re.compile(r"^(no answer yet|…|\s*)$"))
@@ -148,7 +157,7 @@ def test_click_through(visit):
     v.page.get_by_role("option", name=re.compile("boundary: first")).click()
     v.page.click("#bk-shuffle")
     v.page.click("#bk-run")
-    expect(v.page.locator("#bk-origins")).to_contain_text("the prompt (boundary)", timeout=LONG)
+    expect(v.page.locator("#bk-origins")).to_contain_text("the prompt (boundary)")
     v.done()
     expect(v.cards.nth(2)).to_contain_text("50%")
     expect(v.page.locator("#bk-origins")).not_to_contain_text("Computed now")  # in another order, and all there
@@ -187,7 +196,7 @@ def test_keyboard_alone(visit):
     v.page.keyboard.press("Control+End")
     v.page.keyboard.type(" It is long.")
     v.page.keyboard.press("Control+Enter")
-    expect(v.cards.nth(2)).to_contain_text("20%", timeout=LONG)
+    expect(v.cards.nth(2)).to_contain_text("20%")
     v.done()
     expect(v.page.locator("#bk-tokens section").nth(1)).to_contain_text("It is long.")
     assert v.page.evaluate(where) == "bk-document-1"
@@ -283,12 +292,13 @@ def test_stop_another_run_and_closing_the_page_end_what_is_computed(chromium):
         v.page.route("**/run/**", lambda route: held.append((route, route.fetch())))
         v.page.click("#bk-stop")
         expect(v.status).to_have_text("Stopped.")
+        assert v.until(lambda: len(held) == 1)
         for route, response in held:  # the answer to the click comes last, and does not undo what the run said
             route.fulfill(response=response)
         v.page.unroute_all()
         v.page.wait_for_timeout(500)
         expect(v.status).to_have_text("Stopped.")
-        assert (len(held), v.page.evaluate("noted")[0]) == (1, "Stopping at the next token ...")
+        assert v.page.evaluate("noted") == ["Stopping at the next token ..."]
         assert wait_for(lambda: slow.running == 0)
         v.page.click("#bk-run")
         assert wait_for(lambda: slow.running == 1)
@@ -297,7 +307,10 @@ def test_stop_another_run_and_closing_the_page_end_what_is_computed(chromium):
         assert wait_for(lambda: slow.running == 1)
         waiting = Visit(context.new_page(), address)
         waiting.page.click("#bk-run")
-        expect(waiting.status).to_contain_text("Waiting")
+        expect(waiting.status).to_have_text("Waiting for a turn ...")
+        expect(waiting.page.locator("#bk-status [data-testid=status-tracker]")).to_contain_text("queue")
+        for part in ("status", "results"):  # seconds and places that Gradio counts there are not read out
+            assert "queue" not in waiting.page.locator(f"#bk-{part}").aria_snapshot()
         waiting.page.close()  # while it waits: its turn does not come
         v.page.close()  # without a word
         assert wait_for(lambda: slow.running == 0)
