@@ -12,6 +12,7 @@ from torch import Tensor
 
 from blendkv.chunk import ChunkCache, chunk_key
 from blendkv.codecs import DTYPES, Codec, Profiles, apart, codec_of
+from blendkv.codecs.raw import Raw
 from blendkv.container import ContainerReader, Header, LayerShape, TokenStream
 from blendkv.container.format import MAX_DECODED
 from blendkv.container.seals import Secret
@@ -158,6 +159,8 @@ class ChunkFile:
         if groups is not None and not apart(self.codec):
             raise ValueError(f"codec {self.codec.name!r} decodes groups of tokens only together: leave out groups=")
         count = self._streams(streams)
+        if groups is None and self.is_plain:
+            return self._in_order(units)
         read: dict[int, memoryview] = {}
         for run in self.runs(units, groups, count):
             read |= zip(run, self._reader.segments(run), strict=True)
@@ -195,6 +198,14 @@ class ChunkFile:
         header = self.header
         lengths = np.diff(self.starts)[len(header.token_streams) :]
         return lengths.reshape(header.arrangement.streams, header.units, header.arrangement.parts, -1)
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether all layers are there, raw, alike, and with no padding among them (`Raw.in_order`)."""
+        header = self.header
+        if type(self.codec) is not Raw or not header.layer0:
+            return False
+        return self.codec.is_plain(self.sizes[0], header.layers, header.tokens, DTYPES[header.dtype])
 
     @cached_property
     def unit_sizes(self) -> list[int]:
@@ -290,6 +301,16 @@ class ChunkFile:
         keys, values = self.codec.decode_unit(layers.start, shapes, header.tokens, dtype, segments, streams)
         _require_shapes(shapes, header.tokens, dtype, keys, values)
         return [(self._place(k), self._place(v)) for k, v in zip(keys, values, strict=True)]
+
+    def _in_order(self, units: range) -> list[tuple[Tensor, Tensor]]:
+        """`units` of a plain file: as many calls for all of them as for one."""
+        header, codec, shape = self.header, self.codec, self.header.layers[0]
+        assert isinstance(codec, Raw)
+        (run,) = self.runs(units)
+        data, _ = self._reader.joined(run)
+        out = torch.empty(len(units), 2, shape.heads, header.tokens, shape.key_dim, dtype=DTYPES[header.dtype])
+        codec.in_order(np.frombuffer(data, np.uint8), out.view(torch.uint8).numpy())
+        return [(keys, values) for keys, values in self._place(out)]
 
     def _place(self, tensor: Tensor) -> Tensor:
         return tensor if self._device is None else tensor.to(self._device)

@@ -62,21 +62,20 @@ class Landing:
             ChunkFileError: if a segment is not what was written.
         """
         header, codec, dtype = file.header, file.codec, DTYPES[file.header.dtype]
-        if file.tensor is None or type(codec) is not Raw or not header.layer0:
-            return None
-        if not codec.is_plain(file.sizes[0], header.layers, header.tokens, dtype):
+        if file.tensor is None or not isinstance(codec, Raw) or not file.is_plain:
             return None
         file.verify()
         data, shape = file.tensor[int(file.starts[len(header.token_streams)]) :], header.layers[0]
         sizes = (len(header.layers), 2, shape.heads, header.tokens, shape.key_dim)
         if not self._cuda:
-            codec.in_order(data, out := torch.empty(sizes, dtype=dtype))
+            out = torch.empty(sizes, dtype=dtype)
+            codec.in_order(data.numpy(), out.view(torch.uint8).numpy())
             return chunk_in(file, out.flatten())
         with torch.cuda.stream(self._stream):
             out = torch.empty(sizes, dtype=dtype, device=self.device)
         with torch.cuda.stream(self._beside):
             here = data.to(self.device, non_blocking=True)
             self._beside.wait_stream(self._stream)  # what was queued there may still use the memory that `out` has now
-            codec.in_order(here, out)
+            codec.in_order(here.view(dtype), out)
             self._beside.record_event().synchronize()  # so each thread has one room, and no more
         return chunk_in(file, out.flatten())

@@ -12,6 +12,7 @@ from blendkv.attaching import attachment_of
 from blendkv.chunkfile import ChunkFile, decode_chunk
 from blendkv.chunkwriter import encode_chunk
 from blendkv.codecs import get_codec
+from blendkv.errors import ChunkFileError
 from blendkv.prefilling import first_layer_of
 from blendkv.testing import FAMILIES, tiny_model
 from tests.chunks import assert_same, make_chunk
@@ -176,6 +177,44 @@ def test_token_streams():
             encode_chunk(chunk, token_streams={"x": bad})
     with pytest.raises(ValueError, match="choose one of"):
         encode_chunk(chunk, token_streams={"x": torch.arange(9)})
+
+
+@pytest.mark.parametrize("dims", [(8, 8), (8, 16), (5, 5)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("tokens", [1, 31, 32, 33, 64, 100, 513])
+def test_units_at_once_are_those_one_by_one(tokens, level, dtype, dims):
+    """Plain files, all units of which are put in order at once, and others."""
+    chunk = make_chunk(tokens, 5, 4, *dims, dtype=dtype)
+    scores = {"moved": torch.arange(tokens).float()}
+    source = Counting(encode_chunk(chunk, get_codec("raw", level=level), token_streams=scores))
+    file = ChunkFile(source)
+    assert dims == (5, 5) or file.is_plain == (dims == (8, 8))  # of five, with some lengths
+    for units in (range(5), range(1, 4), range(4, 5)):
+        reads = len(source.reads)
+        both = file.units(units)
+        assert len(source.reads) == reads + 1
+        for number, pair in zip(units, both, strict=True):
+            for states, alone, want in zip(pair, *file.unit(number), (chunk.keys, chunk.values), strict=True):
+                assert states.is_contiguous()
+                for other in (alone, want[number]):
+                    assert states.shape == other.shape
+                    assert torch.equal(states.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("secret", [None, bytes(range(32))], ids=["open", "sealed"])
+def test_units_at_once_are_verified(secret):
+    chunk = make_chunk(64, 5, 4, 8)
+    data = bytearray(encode_chunk(chunk, get_codec("raw"), secret=secret))
+    file = ChunkFile(bytes(data), secret=secret)
+    assert file.is_plain
+    for at in range(int(file.starts[0]), len(data), 97):
+        data[at] ^= 1
+        bad = ChunkFile(bytes(data), secret=secret)
+        with pytest.raises(ChunkFileError) as error:
+            bad.units(range(5))
+        assert error.value.reason == ("checksum" if secret is None else "authentication")
+        data[at] ^= 1
 
 
 def test_bytes_that_change_afterwards_change_no_chunk():

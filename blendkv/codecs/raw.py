@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -111,21 +111,22 @@ class Raw:
         alike = len(set(shapes)) == 1 and shape.key_dim == shape.value_dim
         return alike and not (counts * token % ALIGN).any() and bool((sizes == counts * token * (1 + self.level)).all())
 
-    def in_order(self, data: Tensor, out: Tensor) -> None:
-        """What `decode_unit` makes of layers, for several that follow each other at once, on any device.
+    def in_order(self, data: Any, out: Any) -> None:
+        """What `decode_unit` makes of layers, for several that follow each other at once.
 
         Args:
-            data: `[N]` uint8, their segments, verified and plain (`is_plain`), as they follow each other.
-            out: `[layers, 2, H, T, D]` keys and values, to be filled.
+            data: `[N]`, their segments, verified and plain (`is_plain`), as they follow each other.
+            out: `[layers, 2, H, T, D]` keys and values, to be filled. Both are tensors of one device and dtype, or
+                numpy arrays of bytes (`D` too), which leave PyTorch's threads to a model that computes meanwhile.
         """
         layers, _, heads, tokens, dim = out.shape
-        group, states = self._group(tokens), data.view(out.dtype).view(layers, -1)
+        group, states = self._group(tokens), data.reshape(layers, -1)
         whole = tokens // group * group
         cut = 2 * heads * whole * dim
-        groups = states[:, :cut].unflatten(1, (-1, 2, heads, group, dim)).permute(0, 2, 3, 1, 4, 5)
-        out[:, :, :, :whole].unflatten(3, (-1, group)).copy_(groups)
+        groups = states[:, :cut].reshape(layers, -1, 2, heads, group, dim).swapaxes(1, 2).swapaxes(2, 3)
+        out[:, :, :, :whole].reshape(groups.shape)[...] = groups
         if whole < tokens:
-            out[:, :, :, whole:].copy_(states[:, cut:].unflatten(1, (2, heads, tokens - whole, dim)))
+            out[:, :, :, whole:] = states[:, cut:].reshape(layers, 2, heads, tokens - whole, dim)
 
     def _group(self, tokens: int) -> int:
         group = GROUP if self.level else tokens

@@ -84,8 +84,10 @@ class ContainerReader:
             ChunkFileError: with reason "checksum", "authentication" or "truncated".
             OSError: from the source.
         """
-        if not numbers:
-            return []
+        return self.joined(numbers)[1] if numbers else []
+
+    def joined(self, numbers: range) -> tuple[memoryview, list[memoryview]]:
+        """The bytes of at least one segment, and `segments`, which are views of them."""
         start = self.starts[numbers.start]
         data = read_exactly(self._source, start, self.starts[numbers.stop] - start)
         found, starts, checks, holds = [], self.starts, self._head.checks, self._seal.holds
@@ -97,7 +99,7 @@ class ContainerReader:
                     reason=self._seal.reason,
                 )
             found.append(segment)
-        return found
+        return data, found
 
     def unit(self, unit: int, stream: int = 0) -> list[memoryview]:
         """The segments of a unit in one stream, by part and group; one ranged read."""

@@ -84,6 +84,10 @@ class Condition:
             self.wait(left)
         return result
 
+    def notify(self) -> None:
+        if self._waiting:
+            self._scheduler.wake(self._waiting.pop(0))
+
     def notify_all(self) -> None:
         waiting, self._waiting = self._waiting, []
         for task in waiting:
