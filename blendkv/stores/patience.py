@@ -40,7 +40,11 @@ class Patience:
         if seconds <= 0 or not self._slots.acquire(timeout=seconds):
             raise TimeoutError(f"too many calls are under way to begin another within {seconds:.3g} s")
         answer: Future[Any] = Future()
-        self._hand_over((function, answer))
+        try:
+            self._hand_over((function, answer))
+        except RuntimeError:
+            self._slots.release()
+            raise
         try:
             return answer.result(timeout=max(0.0, end - time.monotonic()))
         finally:
@@ -59,24 +63,12 @@ class Patience:
     def _hand_over(self, call: tuple[Callable[[], Any], Future[Any]]) -> None:
         """To a thread that is free, or to a new one."""
         with self._work:
+            if len(self._waiting) >= self._free:
+                # a daemon: a process may end while a server still stalls
+                threading.Thread(target=self._run, name="blendkv-store", daemon=True).start()
+                self._free += 1
             self._waiting.append(call)
-            if len(self._waiting) <= self._free:
-                self._work.notify()
-                return
-            self._free += 1
-        # a daemon: a process may end while a server still stalls
-        thread = threading.Thread(target=self._run, name="blendkv-store", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:
-            with self._work:
-                self._free -= 1
-                mine = call in self._waiting  # else a thread that became free has it
-                if mine:
-                    self._waiting.remove(call)
-            if mine:
-                self._slots.release()
-                raise
+            self._work.notify()
 
     def _run(self) -> None:
         while (call := self._next()) is not None:
